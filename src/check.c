@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "check.h"
+#include "tokens.h"
+
+static void refuse_id(csa_checker *c, const char *name, int64_t index, int64_t value, int64_t low, int64_t high)
+{
+    csa_refuse(c, CSA_ERROR_ID, "%s[%lld] is %lld, expected %lld to %lld", name, (long long)index, (long long)value,
+               (long long)low, (long long)high);
+}
+
+static void expect(csa_checker *c, const char *name, int64_t index, int64_t value, int64_t low, int64_t high)
+{
+    if (value < low || value > high)
+        refuse_id(c, name, index, value, low, high);
+}
+
+/* Tokens per block of kv [blocks, G, block_size, 384] or summaries [blocks, block_size / 8, 256]. */
+static int64_t block_size(const csa_tensor *cache)
+{
+    return cache->ndim == 4 ? cache->shape[2] : cache->shape[1] * CSA_REGION;
+}
+
+static void check_query_start(csa_checker *c, const csa_tokens *k, int64_t count)
+{
+    if (!csa_present(&k->query_start))
+        return;
+    for (int64_t i = 0, least = 0; i < k->query_start.shape[0] && c->status == CSA_OK; i++) {
+        expect(c, "tokens.query_start", i, csa_i32(&k->query_start, i), least, count);
+        least = csa_i32(&k->query_start, i);
+    }
+}
+
+/* An active token's owner and, if it is to be cached, its slot, which must agree with its position. */
+static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written, int64_t token)
+{
+    int64_t owner = csa_present(&k->owners) ? csa_i64(&k->owners, token) : csa_token_owner(k, token);
+    int64_t position = csa_token_position(k, token);
+    expect(c, "owner of token", token, owner, 0, csa_token_requests(k) - 1);
+    if (!written || !cache)
+        return;
+    int64_t slot = csa_i64(&k->slots, token), size = block_size(cache);
+    expect(c, "tokens.slots", token, slot, 0, cache->shape[0] * size - 1);
+    if (slot % size != position % size)
+        csa_refuse(c, CSA_ERROR_ID, "tokens.slots[%lld] is %lld, offset %lld of its block, but position %lld has %lld",
+                   (long long)token, (long long)slot, (long long)(slot % size), (long long)position,
+                   (long long)(position % size));
+}
+
+static void check_seq_lens(csa_checker *c, const csa_tokens *k)
+{
+    if (!csa_present(&k->seq_lens))
+        return;
+    for (int64_t i = 0; i < k->seq_lens.shape[0] && c->status == CSA_OK; i++)
+        expect(c, "tokens.seq_lens", i, csa_i32(&k->seq_lens, i), 0, INT32_MAX);
+}
+
+static void check_tokens(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written, int64_t count)
+{
+    check_query_start(c, k, count);
+    check_seq_lens(c, k);
+    for (int64_t token = 0; token < count && c->status == CSA_OK; token++)
+        if (csa_token_active(k, token))
+            check_token(c, k, cache, written, token);
+}
+
+void csa_check_prepare_ids(csa_checker *c, const csa_prepare_args *a)
+{
+    int64_t count = a->index_query.shape[0], last = a->index_rope.shape[0] - 1;
+    if (csa_present(&a->rope) && a->rope.shape[0] - 1 < last)
+        last = a->rope.shape[0] - 1;
+    for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
+        if (!csa_token_active(a->tokens, token))
+            continue;
+        expect(c, "position of token", token, csa_token_position(a->tokens, token), 0, last);
+        if (a->cache && csa_present(&a->cache->kv) && csa_present(&a->query))
+            expect(c, "tokens.slots", token, csa_i64(&a->tokens->slots, token), 0,
+                   a->cache->kv.shape[0] * a->cache->kv.shape[2] - 1);
+    }
+}
+
+static void check_rings(csa_checker *c, const csa_tokens *k, const csa_cache *cache)
+{
+    for (int64_t i = 0; i < csa_token_requests(k) && c->status == CSA_OK; i++)
+        if (csa_token_ring(k, i) >= 0)
+            expect(c, "tokens.ring_base", i, csa_token_ring(k, i), 0, cache->ring.shape[0] - cache->ring_capacity);
+}
+
+static void check_verify_lengths(csa_checker *c, const csa_tokens *k)
+{
+    for (int64_t i = 0; i < csa_token_requests(k) && c->status == CSA_OK; i++)
+        expect(c, "tokens of request", i, csa_token_first(k, i + 1) - csa_token_first(k, i), 0, k->query_len);
+}
+
+void csa_check_summarize_ids(csa_checker *c, csa_op op, const csa_summarize_args *a)
+{
+    bool metadata = op == CSA_OP_SUMMARIZE_METADATA;
+    int64_t count = metadata ? a->metadata.shape[0] : a->key.shape[0];
+    check_tokens(c, a->tokens, metadata ? NULL : &a->cache->summaries, true, count);
+    if (!metadata)
+        check_rings(c, a->tokens, a->cache);
+    if (op == CSA_OP_SUMMARIZE_VERIFY)
+        check_verify_lengths(c, a->tokens);
+}
+
+/* Table entries of an owner's blocks 0 to the one of `position`. */
+static void check_blocks(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, int64_t owner,
+                         int64_t position)
+{
+    int64_t last = position / block_size(cache);
+    if (last >= k->block_table.shape[1]) {
+        csa_refuse(c, CSA_ERROR_ID, "position %lld of request %lld needs %lld columns, but tokens.block_table has %lld",
+                   (long long)position, (long long)owner, (long long)last + 1, (long long)k->block_table.shape[1]);
+        return;
+    }
+    for (int64_t column = 0; column <= last && c->status == CSA_OK; column++) {
+        int64_t block = *(const int32_t *)csa_at(&k->block_table, owner, column, 0);
+        if (block < 0 || block >= cache->shape[0])
+            csa_refuse(c, CSA_ERROR_ID, "tokens.block_table[%lld, %lld] is %lld, expected 0 to %lld", (long long)owner,
+                       (long long)column, (long long)block, (long long)cache->shape[0] - 1);
+    }
+}
+
+void csa_check_seen_ids(csa_checker *c, const csa_tokens *tokens, const csa_tensor *cache, int64_t count,
+                        int64_t regions)
+{
+    check_tokens(c, tokens, cache, false, count);
+    for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
+        if (!csa_token_active(tokens, token))
+            continue;
+        int64_t position = csa_token_position(tokens, token);
+        expect(c, "region of token", token, position / CSA_REGION, 0, regions - 1);
+        if (c->status == CSA_OK)
+            check_blocks(c, tokens, cache, csa_token_owner(tokens, token), position);
+    }
+}
+
+void csa_check_select_ids(csa_checker *c, const csa_select_args *a)
+{
+    for (int64_t row = 0; row < a->current.shape[0] && c->status == CSA_OK; row++)
+        expect(c, "current", row, csa_i64(&a->current, row), -1, a->scores.shape[1] - 1);
+}
+
+/* The entries of an active row's list that will be used. */
+static void check_list(csa_checker *c, const csa_attend_args *a, int64_t row, int64_t position)
+{
+    int64_t columns = a->selected.shape[1], last = position / CSA_REGION;
+    const int64_t *list = csa_at(&a->selected, row, 0, 0);
+    for (int64_t i = last < columns ? columns - last - 1 : 0; i < columns && c->status == CSA_OK; i++)
+        if (list[i] < 0 || list[i] > last)
+            csa_refuse(c, CSA_ERROR_ID, "selected[%lld, %lld] is %lld, expected 0 to %lld", (long long)row,
+                       (long long)i, (long long)list[i], (long long)last);
+}
+
+void csa_check_attend_ids(csa_checker *c, const csa_attend_args *a)
+{
+    int64_t groups = a->query.shape[1], rows = a->query.shape[0] * groups;
+    for (int64_t row = 0; row < rows && c->status == CSA_OK; row++) {
+        int64_t token = row / groups;
+        bool active = a->rows ? csa_bool(&a->rows->active, row) : csa_token_active(a->tokens, token);
+        int64_t position = a->rows ? csa_i64(&a->rows->positions, row) : csa_token_position(a->tokens, token);
+        if (!active)
+            continue;
+        expect(c, "position of row", row, position, 0, INT64_MAX);
+        expect(c, "owner of token", token, csa_token_owner(a->tokens, token), 0, csa_token_requests(a->tokens) - 1);
+        if (c->status == CSA_OK)
+            check_blocks(c, a->tokens, &a->cache->kv, csa_token_owner(a->tokens, token), position);
+        if (c->status == CSA_OK)
+            check_list(c, a, row, position);
+    }
+}

@@ -1,0 +1,210 @@
+/*
+ * Contexts, threads, error text, versions.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "args.h"
+
+#include <omp.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- Error text and version ------------------------------------------------------------------------------------ */
+
+static _Thread_local char last_error[512];
+
+csa_status csa_fail(csa_status status, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+static size_t copy_text(const char *from, char *text, size_t capacity)
+{
+    size_t length = strlen(from);
+    if (text && capacity > 0) {
+        size_t copied = length < capacity ? length : capacity - 1;
+        memcpy(text, from, copied);
+        text[copied] = 0;
+    }
+    return length;
+}
+
+size_t csa_last_error(char *text, size_t capacity)
+{
+    return copy_text(last_error, text, capacity);
+}
+
+const char *csa_status_name(csa_status status)
+{
+    static const char *const names[] = {"ok",     "argument", "unsupported", "workspace",
+                                        "bad id", "memory",   "device",      "internal"};
+    return (unsigned)status < sizeof names / sizeof *names ? names[status] : "unknown status";
+}
+
+int csa_version(void)
+{
+    return CSA_VERSION;
+}
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+const char *csa_version_string(void)
+{
+    return TEXT(CSA_VERSION_MAJOR) "." TEXT(CSA_VERSION_MINOR) "." TEXT(CSA_VERSION_PATCH);
+}
+
+/* ---- Back ends --------------------------------------------------------------------------------------------------- */
+
+typedef struct backend {
+    const char *name;
+    const csa_stages *stages; /* NULL: not in this build */
+    const char *text;
+} backend;
+
+static const backend backends[] = {
+    [CSA_BACKEND_DEFAULT] = {"default", &csa_ref_stages, "the fastest host back end of this build: ref"},
+    [CSA_BACKEND_REF] = {"ref", &csa_ref_stages, "scalar C on all threads, the executable specification"},
+    [CSA_BACKEND_CPU] = {"cpu", NULL, "not part of this version"},
+    [CSA_BACKEND_CUDA] = {"cuda", NULL, "not part of this version"},
+};
+
+static const backend *find_backend(csa_backend number)
+{
+    return (unsigned)number < sizeof backends / sizeof *backends ? &backends[number] : NULL;
+}
+
+const char *csa_backend_name(csa_backend number)
+{
+    const backend *b = find_backend(number);
+    return b ? b->name : "unknown back end";
+}
+
+csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
+{
+    const backend *b = find_backend(number);
+    if (!b)
+        return csa_fail(CSA_ERROR_ARGUMENT, "csa_backend_describe: there is no back end %d", (int)number);
+    copy_text(b->text, text, capacity);
+    if (!b->stages)
+        return csa_fail(CSA_ERROR_UNSUPPORTED, "csa_backend_describe: %s: %s", b->name, b->text);
+    return CSA_OK;
+}
+
+/* ---- Threads ------------------------------------------------------------------------------------------------------ */
+
+static void openmp_for(void *pool, int32_t count, csa_task task, void *task_data)
+{
+    (void)pool;
+#pragma omp parallel for num_threads(count) schedule(static, 1)
+    for (int32_t i = 0; i < count; i++)
+        task(task_data, i);
+}
+
+typedef struct loop {
+    int64_t count;
+    int32_t tasks;
+    csa_body body;
+    void *data;
+    atomic_int finished;
+} loop;
+
+/* The task's contiguous share of the loop. */
+static void run_share(void *task_data, int32_t task)
+{
+    loop *l = task_data;
+    int64_t share = l->count / l->tasks, longer = l->count % l->tasks;
+    int64_t first = share * task + (task < longer ? task : longer), end = first + share + (task < longer);
+    for (int64_t i = first; i < end; i++)
+        l->body(l->data, i);
+    atomic_fetch_add_explicit(&l->finished, 1, memory_order_relaxed);
+}
+
+csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data)
+{
+    if (count <= 0)
+        return CSA_OK;
+    loop l = {.count = count, .body = body, .data = data};
+    l.tasks = count < context->threads ? (int32_t)count : context->threads;
+    if (l.tasks == 1)
+        run_share(&l, 0);
+    else
+        context->parallel_for(context->pool, l.tasks, run_share, &l);
+    int finished = atomic_load(&l.finished);
+    if (finished != l.tasks)
+        return csa_fail(CSA_ERROR_INTERNAL, "parallel_for ran %d tasks of %d", finished, (int)l.tasks);
+    return CSA_OK;
+}
+
+/* ---- Contexts ------------------------------------------------------------------------------------------------------ */
+
+csa_status csa_take_options(const csa_context_options *from, const char *call, csa_context_options *to)
+{
+    csa_context_options defaults = {.size = sizeof defaults};
+    csa_checker c = {.call = call};
+    csa_take(&c, to, from ? from : &defaults, sizeof *to, "csa_context_options");
+    if (to->threads < 0 || to->threads > CSA_MAX_THREADS)
+        csa_refuse(&c, CSA_ERROR_ARGUMENT, "threads is %d, expected 0 to %d", (int)to->threads, CSA_MAX_THREADS);
+    if (to->parallel_for && to->threads == 0)
+        csa_refuse(&c, CSA_ERROR_ARGUMENT, "threads is 0, but parallel_for is given: say how many tasks it may get");
+    const backend *b = find_backend(to->backend);
+    if (!b)
+        csa_refuse(&c, CSA_ERROR_ARGUMENT, "there is no back end %d", (int)to->backend);
+    else if (!b->stages)
+        csa_refuse(&c, CSA_ERROR_UNSUPPORTED, "back end %s: %s", b->name, b->text);
+    if (to->scratch_limit == 0)
+        to->scratch_limit = CSA_DEFAULT_SCRATCH;
+    return c.status;
+}
+
+csa_status csa_context_create(const csa_context_options *options, csa_context **context)
+{
+    if (!context)
+        return csa_fail(CSA_ERROR_ARGUMENT, "csa_context_create: context is NULL");
+    *context = NULL;
+    csa_context_options o;
+    csa_status status = csa_take_options(options, "csa_context_create", &o);
+    if (status != CSA_OK)
+        return status;
+    csa_context *made = malloc(sizeof *made);
+    if (!made)
+        return csa_fail(CSA_ERROR_MEMORY, "csa_context_create: out of memory");
+    *made = (csa_context){
+        .backend = o.backend == CSA_BACKEND_DEFAULT ? CSA_BACKEND_REF : o.backend,
+        .stages = backends[o.backend].stages,
+        .threads = o.threads ? o.threads : omp_get_max_threads(),
+        .parallel_for = o.parallel_for ? o.parallel_for : openmp_for,
+        .pool = o.pool,
+        .check = o.check,
+        .scratch_limit = o.scratch_limit,
+    };
+    if (o.log) {
+        char line[128];
+        snprintf(line, sizeof line, "csa %s: back end %s, %d threads", csa_version_string(),
+                 csa_backend_name(made->backend), (int)made->threads);
+        o.log(o.log_user, line);
+    }
+    *context = made;
+    return CSA_OK;
+}
+
+void csa_context_destroy(csa_context *context)
+{
+    free(context);
+}
+
+csa_backend csa_context_backend(const csa_context *context)
+{
+    return context->backend;
+}
+
+int32_t csa_context_threads(const csa_context *context)
+{
+    return context->threads;
+}

@@ -1,0 +1,39 @@
+/*
+ * A context, its threads, and the thread-local error text.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef CSA_CONTEXT_H
+#define CSA_CONTEXT_H
+
+#include "stages.h"
+
+struct csa_context {
+    csa_backend backend; /* never CSA_BACKEND_DEFAULT */
+    const csa_stages *stages;
+    int32_t threads;
+    csa_parallel_for parallel_for;
+    void *pool;
+    bool check;
+    size_t scratch_limit;
+};
+
+enum { CSA_MAX_THREADS = 4096 };
+#define CSA_DEFAULT_SCRATCH ((size_t)128 << 20)
+
+/* Checks options and fills in defaults, except the number of threads; call names the caller. */
+csa_status csa_take_options(const csa_context_options *from, const char *call, csa_context_options *to);
+
+/* Sets the calling thread's error text and returns status. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+csa_status csa_fail(csa_status status, const char *format, ...);
+
+/* One element of a loop. */
+typedef void (*csa_body)(void *data, int64_t index);
+
+/* Runs body(data, i) for each i in [0, count) on the context's threads, in contiguous shares. Fails only if the
+ * caller's parallel_for left tasks out. */
+csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data);
+
+#endif

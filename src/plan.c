@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "plan.h"
+
+enum { ALIGNMENT = 64, ARRAYS = 5 };
+
+int64_t csa_list_columns(const csa_step_shape *shape)
+{
+    return (shape->topk < shape->regions ? shape->topk : shape->regions) + 1;
+}
+
+bool csa_step_ranks(const csa_step_shape *shape)
+{
+    return shape->regions > shape->topk;
+}
+
+/* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
+ * there is a choice, scores. */
+static size_t token_bytes(const csa_step_shape *shape)
+{
+    size_t row = sizeof(int64_t) * (1 + (size_t)csa_list_columns(shape));
+    if (csa_step_ranks(shape))
+        row += sizeof(float) * (size_t)shape->regions;
+    return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
+}
+
+/* What the limit leaves for tokens: never less than one of them. */
+static size_t budget(const csa_step_shape *shape)
+{
+    size_t one = token_bytes(shape), fixed = (size_t)ALIGNMENT * ARRAYS;
+    size_t left = shape->limit > fixed ? shape->limit - fixed : 0;
+    return left > one ? left : one;
+}
+
+int64_t csa_chunk_tokens(const csa_step_shape *shape)
+{
+    int64_t fitting = (int64_t)(budget(shape) / token_bytes(shape));
+    return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
+}
+
+size_t csa_step_bytes(const csa_step_shape *shape)
+{
+    size_t all;
+    if (shape->tokens == 0)
+        return 0;
+    if (__builtin_mul_overflow((size_t)shape->tokens, token_bytes(shape), &all) || all > budget(shape))
+        all = budget(shape);
+    return all + (size_t)ALIGNMENT * ARRAYS;
+}
+
+static void *carve(char **next, size_t bytes)
+{
+    char *start = *next;
+    *next += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return start;
+}
+
+csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
+{
+    char *next = workspace;
+    size_t tokens = (size_t)csa_chunk_tokens(shape), rows = tokens * (size_t)shape->groups;
+    csa_chunk_arrays a;
+    a.positions = carve(&next, tokens * sizeof *a.positions);
+    a.owners = carve(&next, tokens * sizeof *a.owners);
+    a.current = carve(&next, rows * sizeof *a.current);
+    a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
+    a.scores = (float *)next;
+    return a;
+}
+
+/* Regions up to the one of the largest position; padding counts as position 0. */
+static int64_t bound(const csa_plan_args *args, int64_t first, int64_t end)
+{
+    int64_t largest = 0;
+    if (!args->positions)
+        return args->regions;
+    for (int64_t token = first; token < end; token++)
+        largest = args->positions[token] > largest ? args->positions[token] : largest;
+    return largest / CSA_REGION < args->regions ? largest / CSA_REGION + 1 : args->regions;
+}
+
+void csa_fill_plan(csa_plan *plan, const csa_plan_args *args, const csa_step_shape *shape)
+{
+    plan->shape = *shape;
+    plan->requests = args->requests;
+    plan->invariant = args->invariant;
+    plan->chunk_tokens = csa_chunk_tokens(shape);
+    plan->chunks = (shape->tokens + plan->chunk_tokens - 1) / plan->chunk_tokens;
+    for (int64_t chunk = 0; chunk < plan->chunks; chunk++) {
+        int64_t first = chunk * plan->chunk_tokens, end = first + plan->chunk_tokens;
+        plan->chunk_regions[chunk] = bound(args, first, end < shape->tokens ? end : shape->tokens);
+    }
+}

@@ -1,0 +1,57 @@
+/*
+ * Planning on the host: how a step is cut into chunks of tokens, and what scratch that takes. Pure functions of
+ * sizes; no device, no context.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef CSA_PLAN_H
+#define CSA_PLAN_H
+
+#include "context.h"
+
+/* What decides the scratch of a step. */
+typedef struct csa_step_shape {
+    int64_t tokens;
+    int64_t groups;
+    int64_t regions;
+    int64_t topk;
+    size_t limit; /* scratch_limit */
+} csa_step_shape;
+
+/* Columns of a selection: min(topk, regions) + 1. */
+int64_t csa_list_columns(const csa_step_shape *shape);
+
+/* Are scores read at all? Not if everything is selected. */
+bool csa_step_ranks(const csa_step_shape *shape);
+
+/* Tokens handled at a time; at least 1. */
+int64_t csa_chunk_tokens(const csa_step_shape *shape);
+
+/* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's scratch).
+ * SIZE_MAX if one token's scratch does not fit an address space. */
+size_t csa_step_bytes(const csa_step_shape *shape);
+
+/* Where a chunk's arrays lie in a workspace of csa_step_bytes. */
+typedef struct csa_chunk_arrays {
+    int64_t *positions; /* [tokens], -1 where inactive */
+    int64_t *owners;    /* [tokens] */
+    int64_t *current;   /* [rows] */
+    int64_t *selected;  /* [rows, columns] */
+    float *scores;      /* [rows, regions] */
+} csa_chunk_arrays;
+csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace);
+
+struct csa_plan {
+    const csa_context *context; /* who made it: compared, never followed */
+    csa_step_shape shape;
+    int64_t requests;
+    bool invariant;
+    int64_t chunk_tokens;
+    int64_t chunks;
+    int64_t *chunk_regions; /* most regions that a row of each chunk may see */
+    int64_t capacity;       /* chunks that chunk_regions holds */
+};
+
+/* Fills a plan's fields from checked arguments; chunk_regions has room for them. */
+void csa_fill_plan(csa_plan *plan, const csa_plan_args *args, const csa_step_shape *shape);
+
+#endif

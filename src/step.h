@@ -1,0 +1,21 @@
+/*
+ * Whole steps on a host back end: stages called one after the other through the seam, chunk by chunk.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef CSA_STEP_H
+#define CSA_STEP_H
+
+#include "plan.h"
+
+/* Score, select, attend, gate; plan may be NULL. Arguments are checked, regions and topk filled in, and the
+ * workspace is large enough. */
+csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
+
+/* Prepare, summarize and the step; prefill tokens under the plan first. */
+csa_status csa_host_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
+
+/* The part of a layer that a plan covers (its tokens and requests), and the decode part behind it. */
+csa_tokens csa_prefill_part(const csa_tokens *tokens, const csa_plan *plan);
+csa_tokens csa_decode_part(const csa_tokens *tokens, const csa_plan *plan, int64_t all_tokens);
+
+#endif

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tokens.h"
+
+static int64_t query_len(const csa_tokens *tokens)
+{
+    return tokens->query_len > 0 ? tokens->query_len : 1;
+}
+
+int64_t csa_token_requests(const csa_tokens *tokens)
+{
+    if (csa_present(&tokens->block_table))
+        return tokens->block_table.shape[0];
+    if (csa_present(&tokens->query_start))
+        return tokens->query_start.shape[0] - 1;
+    if (csa_present(&tokens->seq_lens))
+        return tokens->seq_lens.shape[0];
+    return csa_present(&tokens->ring_base) ? tokens->ring_base.shape[0] : 0;
+}
+
+int64_t csa_token_first(const csa_tokens *tokens, int64_t request)
+{
+    if (csa_present(&tokens->query_start))
+        return csa_i32(&tokens->query_start, request);
+    return request * query_len(tokens);
+}
+
+/* The last request that starts at or before the token. Junk in query_start gives some request, in bounds. */
+static int64_t find_owner(const csa_tokens *tokens, int64_t token)
+{
+    int64_t low = 0, high = csa_token_requests(tokens);
+    if (token >= csa_token_first(tokens, high))
+        return -1;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (csa_token_first(tokens, middle) <= token)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low - 1;
+}
+
+int64_t csa_token_owner(const csa_tokens *tokens, int64_t token)
+{
+    int64_t owner;
+    if (csa_present(&tokens->owners))
+        owner = csa_i64(&tokens->owners, token);
+    else if (csa_present(&tokens->query_start))
+        owner = find_owner(tokens, token);
+    else
+        owner = token / query_len(tokens);
+    return owner >= 0 && owner < csa_token_requests(tokens) ? owner : -1;
+}
+
+int64_t csa_token_position(const csa_tokens *tokens, int64_t token)
+{
+    int64_t position = -1;
+    if (csa_present(&tokens->positions)) {
+        position = csa_i64(&tokens->positions, token);
+    } else {
+        int64_t request = csa_token_owner(tokens, token);
+        if (request >= 0)
+            position = csa_i32(&tokens->seq_lens, request) - csa_token_first(tokens, request + 1) + token;
+    }
+    return position < 0 ? -1 : position;
+}
+
+bool csa_token_active(const csa_tokens *tokens, int64_t token)
+{
+    if (csa_present(&tokens->slots) && csa_i64(&tokens->slots, token) < 0)
+        return false;
+    return csa_token_position(tokens, token) >= 0;
+}
+
+int64_t csa_token_ring(const csa_tokens *tokens, int64_t request)
+{
+    if (!csa_present(&tokens->ring_base) || request < 0)
+        return -1;
+    return csa_i64(&tokens->ring_base, request);
+}
+
+void *csa_ring_row(const csa_cache *cache, int64_t base, int64_t position)
+{
+    if (!csa_present(&cache->ring) || base < 0 || position < 0 || cache->ring_capacity <= 0)
+        return NULL;
+    int64_t rows = cache->ring.shape[0], offset = position % cache->ring_capacity;
+    if (base >= rows || offset >= rows - base)
+        return NULL;
+    return csa_at(&cache->ring, base + offset, 0, 0);
+}
+
+int64_t csa_mapped_block(const csa_tensor *block_table, int64_t request, int64_t column, int64_t blocks)
+{
+    if (request < 0 || request >= block_table->shape[0] || column < 0 || column >= block_table->shape[1])
+        return -1;
+    int64_t block = *(const int32_t *)csa_at(block_table, request, column, 0);
+    return block >= 0 && block < blocks ? block : -1;
+}
+
+int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_t request, int64_t region,
+                          int64_t position, int64_t *block)
+{
+    if (region < 0 || region > position / CSA_REGION)
+        return 0;
+    int64_t per_block = kv->shape[2] / CSA_REGION, seen = position - region * CSA_REGION + 1;
+    *block = csa_mapped_block(&tokens->block_table, request, region / per_block, kv->shape[0]);
+    if (*block < 0)
+        return 0;
+    return seen < CSA_REGION ? seen : CSA_REGION;
+}
+
+const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request, int64_t region)
+{
+    int64_t per_block = cache->summaries.shape[1];
+    int64_t block = csa_mapped_block(&tokens->block_table, request, region / per_block, cache->summaries.shape[0]);
+    return block < 0 ? NULL : csa_at(&cache->summaries, block, region % per_block, 0);
+}
+
+uint8_t *csa_summary_of_slot(const csa_cache *cache, int64_t slot_region)
+{
+    int64_t per_block = cache->summaries.shape[1];
+    if (slot_region < 0 || slot_region / per_block >= cache->summaries.shape[0])
+        return NULL;
+    return csa_at(&cache->summaries, slot_region / per_block, slot_region % per_block, 0);
+}
