@@ -90,12 +90,13 @@ void csa_check_prepare(csa_checker *c, const csa_prepare_args *from, csa_prepare
     csa_dim tokens = CSA_DIM("tokens"), groups = CSA_DIM("KV groups");
     csa_take(c, a, from, sizeof *a, "csa_prepare_args");
     check_prepare_index(c, a, &tokens, &groups);
-    bool cached = csa_present(&a->query) && a->cache && csa_present(&a->cache->kv);
-    csa_check_tokens(c, a->tokens, CSA_NEED_POSITIONS | (cached ? CSA_NEED_SLOTS : 0), &tokens, &to->nested.tokens);
     if (a->cache) {
         csa_check_cache(c, a->cache, 0, &groups, &to->nested.cache);
         a->cache = &to->nested.cache;
     }
+    bool cached = csa_present(&a->query) && a->cache && csa_present(&a->cache->kv);
+    csa_check_tokens(c, a->tokens, CSA_NEED_POSITIONS | (cached ? CSA_NEED_SLOTS : 0), &tokens,
+                     &to->nested.tokens);
     if (csa_present(&a->query))
         check_prepare_attention(c, a, &tokens, &groups, cached);
     a->tokens = &to->nested.tokens;

@@ -32,6 +32,8 @@ static void check_workspace(csa_checker *c, csa_workspace workspace, size_t need
 /* What a step and a plan must agree on; fills in regions and topk. */
 static void settle_choice(csa_checker *c, const csa_plan *plan, const csa_nested *n, int64_t *regions, int32_t *topk)
 {
+    if (c->status != CSA_OK)
+        return;
     int64_t block_regions = csa_present(&n->cache.kv) ? n->cache.kv.shape[2] / CSA_REGION : 0;
     if (plan && *regions != 0 && *regions != plan->shape.regions)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "regions is %lld, expected the plan's %lld (or 0)", (long long)*regions,
@@ -200,7 +202,7 @@ static void check_parts(csa_checker *c, const csa_plan *plan, const csa_tokens *
     if (!csa_present(&k->positions))
         csa_refuse(c, CSA_ERROR_ARGUMENT, "tokens.positions is absent, needed with a plan");
     int64_t rest = tokens - plan->shape.tokens, further = requests - plan->requests;
-    if (rest < 0 || further < 0 || rest != further * k->query_len)
+    if (rest < 0 || further < 0 || rest % k->query_len || rest / k->query_len != further)
         csa_refuse(c, CSA_ERROR_ARGUMENT,
                    "%lld tokens of %lld requests, less the plan's %lld of %lld, are not query_len = %d tokens for each "
                    "decode request",

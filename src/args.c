@@ -197,7 +197,10 @@ void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags
 
 csa_dim csa_rows_dim(const csa_dim *tokens, const csa_dim *groups)
 {
-    return CSA_KNOWN_DIM("rows", tokens->extent * groups->extent, "tokens * groups");
+    int64_t rows; /* groups may be any number if they have been refused */
+    if (__builtin_mul_overflow(tokens->extent, groups->extent, &rows))
+        rows = INT64_MAX;
+    return CSA_KNOWN_DIM("rows", rows, "tokens * groups");
 }
 
 static void need(csa_checker *c, int needs, int which, bool present, const char *name)
@@ -230,7 +233,9 @@ void csa_check_tokens(csa_checker *c, const csa_tokens *from, int needs, csa_dim
          "tokens.positions (or seq_lens)");
     need(c, needs, CSA_NEED_QUERY_START, csa_present(&to->query_start), "tokens.query_start");
     bool counted = !csa_present(&to->owners) && !csa_present(&to->query_start) && csa_token_requests(to) > 0;
-    int64_t expected = csa_token_requests(to) * to->query_len;
+    int64_t expected; /* requests of an empty table are not bounded by memory */
+    if (__builtin_mul_overflow(csa_token_requests(to), (int64_t)to->query_len, &expected))
+        expected = INT64_MAX;
     if (counted && tokens->extent >= 0 && tokens->extent != expected)
         csa_refuse(c, CSA_ERROR_ARGUMENT,
                    "%lld tokens (from %s), expected requests * query_len = %lld without owners and query_start",

@@ -21,7 +21,10 @@ int64_t csa_token_first(const csa_tokens *tokens, int64_t request)
 {
     if (csa_present(&tokens->query_start))
         return csa_i32(&tokens->query_start, request);
-    return request * query_len(tokens);
+    int64_t first; /* requests are not bounded by memory where strides are 0 */
+    if (__builtin_mul_overflow(request, query_len(tokens), &first))
+        return INT64_MAX / 2;
+    return first;
 }
 
 /* The last request that starts at or before the token. Junk in query_start gives some request, in bounds. */
@@ -102,11 +105,11 @@ int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_
 {
     if (region < 0 || region > position / CSA_REGION)
         return 0;
-    int64_t per_block = kv->shape[2] / CSA_REGION, seen = position - region * CSA_REGION + 1;
+    int64_t per_block = kv->shape[2] / CSA_REGION, last = position - region * CSA_REGION; /* the last one's offset */
     *block = csa_mapped_block(&tokens->block_table, request, region / per_block, kv->shape[0]);
     if (*block < 0)
         return 0;
-    return seen < CSA_REGION ? seen : CSA_REGION;
+    return last < CSA_REGION ? last + 1 : CSA_REGION;
 }
 
 const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request, int64_t region)

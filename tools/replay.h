@@ -22,6 +22,7 @@ typedef enum replay_verdict {
     REPLAY_NOT_COMPARED,
     REPLAY_NOT_JUDGED,
     REPLAY_NOT_A_CALL,
+    REPLAY_ERROR, /* the case could not be run */
     REPLAY_VERDICTS
 } replay_verdict;
 
@@ -65,7 +66,6 @@ typedef struct replay_case {
     double started;
     double seconds; /* of the last REPLAY_CALL: the median */
     bool *checked;  /* per recorded output */
-    bool passed;    /* a check has passed or failed: something was judged */
 } replay_case;
 
 /* Runs a case: finds its op and reports what was recorded but not compared. Returns the case's exit code. */
@@ -91,10 +91,10 @@ bool replay_flag(replay_case *c, const char *name, bool otherwise);
 enum { REPLAY_ANY = -1 };
 
 /* Extents as an argument pair, REPLAY_ANY for whatever there is: REPLAY_SHAPE(rows, REPLAY_ANY). */
-#define REPLAY_SHAPE(...)                                                                                     \
-    (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[])                          \
-    {                                                                                                         \
-        __VA_ARGS__                                                                                           \
+#define REPLAY_SHAPE(...)                                                            \
+    (int32_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]) \
+    {                                                                                \
+        __VA_ARGS__                                                                  \
     }
 
 bool replay_has(const replay_case *c, const char *name);
@@ -121,8 +121,8 @@ csa_tensor replay_rows(csa_tensor tensor, int64_t first, int64_t count);
 
 /* Runs a call and, with --bench, times it `bench` times more; outputs are then those of the first run. Its
  * status is checked, and its time is what later checks report. */
-#define REPLAY_CALL(c, call)                                                                                  \
-    while (replay_next(c))                                                                                    \
+#define REPLAY_CALL(c, call) \
+    while (replay_next(c))   \
     replay_ran((c), #call, (call))
 
 bool replay_next(replay_case *c);
@@ -152,8 +152,8 @@ void replay_keep(replay_case *c, const char *name, csa_tensor got, const int64_t
 /* Reports a row of the table; result needs verdict, numbers and note only. */
 void replay_report(replay_case *c, const char *output, replay_result result);
 
-/* A recorded output as contiguous data for a check, or NULL if there is none (or it was cut, when the check
- * cannot use it); marks it as compared. */
+/* A recorded output of the dtype and shape of `like`, for a check of its own kind; marks it as compared. NULL
+ * if there is none; another dtype or shape is a fault. */
 const void *replay_take(replay_case *c, const char *name, csa_tensor like);
 
 /* Score (row, region) by its definition. */

@@ -217,9 +217,8 @@ static void print_step(const char *title, const cost_step *s, const size_options
         print_cost(cost_stage_name(i), &s->stages[i]);
     print_cost("total", &s->total);
     print_cost("dense", &s->dense);
-    printf("  dense attention reads %.1f times what summarize, score, select and attend read and write, and "
-           "computes "
-           "%.1f times as much\n",
+    printf("  dense attention moves %.1f times the bytes of summarize, score, select and attend, "
+           "with %.1f times the operations\n",
            ratio(s->dense.read, s->sparse.read + s->sparse.written),
            ratio(s->dense.operations, s->sparse.operations));
     if (o->layers > 1) {
@@ -229,8 +228,8 @@ static void print_step(const char *title, const cost_step *s, const size_options
                human_count(s->total.operations * n).s);
     }
     if (o->bandwidth > 0)
-        printf("  at %g GB/s: at least %s a layer, %s in all; dense attention alone %s a layer\n", o->bandwidth,
-               human_seconds(least_seconds(&s->total, o)).s,
+        printf("  the bytes alone take at %g GB/s: %s a layer, %s in all; of dense attention %s a layer\n",
+               o->bandwidth, human_seconds(least_seconds(&s->total, o)).s,
                human_seconds(least_seconds(&s->total, o) * (double)o->layers).s,
                human_seconds(least_seconds(&s->dense, o)).s);
 }
@@ -258,10 +257,11 @@ static void print_text(const size_report *r)
     printf("context %" PRId64 ", batch %" PRId64 ", %" PRId64 " groups of %" PRId64 " heads, %" PRId64
            " index heads, topk %" PRId64 ", blocks of %" PRId64 ", %s\n",
            m->context, m->batch, m->groups, m->heads, m->index_heads, m->topk, m->block_size, o->kv);
-    snprintf(title, sizeof title, "decode step of %" PRId64 " x %" PRId64 " tokens", m->batch, m->query_len);
+    snprintf(title, sizeof title, "decode step, batch %" PRId64 ", tokens per request: %" PRId64, m->batch,
+             m->query_len);
     print_step(title, &r->decode, o);
     if (o->prefill_rows) {
-        snprintf(title, sizeof title, "prefill step of %" PRId64 " tokens of one request", o->prefill_rows);
+        snprintf(title, sizeof title, "prefill step, %" PRId64 " tokens of one request", o->prefill_rows);
         print_step(title, &r->prefill, o);
     }
     print_memory(r);

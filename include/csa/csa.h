@@ -27,21 +27,27 @@
  *
  * A LAYER'S DECODE STEP
  *
- *     csa_tokens tokens = {.size = sizeof tokens};                                filled once a step, shared by
- * all layers tokens.block_table = csa_tensor_2d(table, CSA_I32, requests, columns); tokens.slots       =
- * csa_tensor_1d(slots, CSA_I64, requests); tokens.positions   = csa_tensor_1d(positions, CSA_I64, requests);
- *     tokens.ring_base   = csa_tensor_1d(base, CSA_I64, requests);
- *     csa_cache cache = {.size = sizeof cache};                                      filled once a layer, at
- * start cache.kv   = csa_tensor_4d(kv, CSA_BF16, blocks, groups, block_size, CSA_KV_SIZE); cache.summaries =
- * csa_tensor_3d(summaries, CSA_E4M3, blocks, block_size / CSA_REGION, CSA_SUMMARY_SIZE); cache.ring =
- * csa_tensor_2d(ring, CSA_BF16, requests * capacity, CSA_RING_SIZE); cache.ring_capacity = capacity;
+ *     filled once a step, shared by all layers:
+ *         csa_tokens tokens = {.size = sizeof tokens};
+ *         tokens.block_table = csa_tensor_2d(table, CSA_I32, requests, columns);
+ *         tokens.slots = csa_tensor_1d(slots, CSA_I64, requests);
+ *         tokens.positions = csa_tensor_1d(positions, CSA_I64, requests);
+ *         tokens.ring_base = csa_tensor_1d(base, CSA_I64, requests);
  *
- *     csa_prepare_args prepare = {.size = sizeof prepare};    projections in; queries, keys, cache rows out
- *     csa_layer_args layer = {.size = sizeof layer};          prepare, summarize, score, select, attend, gate
- *     prepare.tokens = &tokens; prepare.cache = &cache; prepare.eps = 1e-5F; ...
- *     layer.prepare = &prepare; layer.z = ...; layer.out = ...;
- *     layer.scale = 1 / sqrtf(CSA_HEAD_SIZE); layer.workspace = workspace;
- *     status = csa_layer(context, NULL, &layer);
+ *     filled once a layer, at start:
+ *         csa_cache cache = {.size = sizeof cache};
+ *         cache.kv = csa_tensor_4d(kv, CSA_BF16, blocks, groups, block_size, CSA_KV_SIZE);
+ *         cache.summaries = csa_tensor_3d(mean, CSA_E4M3, blocks, block_size / CSA_REGION, CSA_SUMMARY_SIZE);
+ *         cache.ring = csa_tensor_2d(ring, CSA_BF16, requests * capacity, CSA_RING_SIZE);
+ *         cache.ring_capacity = capacity;
+ *
+ *     per layer: projections in; queries, keys, weights and cache rows out; then everything up to the gate:
+ *         csa_prepare_args prepare = {.size = sizeof prepare};
+ *         prepare.tokens = &tokens; prepare.cache = &cache; prepare.eps = 1e-5F; ...
+ *         csa_layer_args layer = {.size = sizeof layer};
+ *         layer.prepare = &prepare; layer.z = ...; layer.out = ...;
+ *         layer.scale = 1 / sqrtf(CSA_HEAD_SIZE); layer.workspace = workspace;
+ *         status = csa_layer(context, NULL, &layer);
  *
  * or the same in separate calls: csa_prepare, csa_summarize_decode, csa_decode. docs/API.md goes through
  * decode, speculative verify, prefill and mixed batches; the README has a complete program.
@@ -117,13 +123,12 @@ enum {
 
 typedef enum csa_status {
     CSA_OK = 0,
-    CSA_ERROR_ARGUMENT = 1, /* a descriptor, shape, dtype, stride or alignment that cannot be right */
-    CSA_ERROR_UNSUPPORTED =
-        2,                   /* meaningful, but not here: a size outside the allowed set, a missing back end */
-    CSA_ERROR_WORKSPACE = 3, /* the workspace is smaller than the call needs */
-    CSA_ERROR_ID = 4,        /* checking mode: an id, length or position is out of range or contradictory */
-    CSA_ERROR_MEMORY = 5,    /* an allocation failed (creation, planning and warm-up only) */
-    CSA_ERROR_DEVICE = 6,    /* the device or its driver failed */
+    CSA_ERROR_ARGUMENT = 1,    /* a descriptor, shape, dtype, stride or alignment that cannot be right */
+    CSA_ERROR_UNSUPPORTED = 2, /* meaningful, but not here: a size or a back end that is not supported */
+    CSA_ERROR_WORKSPACE = 3,   /* the workspace is smaller than the call needs */
+    CSA_ERROR_ID = 4,          /* checking mode: an id, length or position is out of range or contradictory */
+    CSA_ERROR_MEMORY = 5,      /* an allocation failed (creation, planning and warm-up only) */
+    CSA_ERROR_DEVICE = 6,      /* the device or its driver failed */
     CSA_ERROR_INTERNAL = 7
 } csa_status;
 
@@ -293,15 +298,15 @@ typedef struct csa_tokens {
 
 /*
  * One layer's cache. Filled once. Blocks and groups may be strided (a block may carry its summaries beside
- * its KV); the last extent of kv, mean and ring has unit stride. Byte offsets may exceed 32 bits.
+ * its KV); Byte offsets may exceed 32 bits.
  */
 typedef struct csa_cache {
     size_t size;
     csa_tensor kv;         /* bf16 or e4m3 [blocks, G, block_size, 384], block_size 16, 32, 64 or 128 */
     csa_tensor summaries;  /* e4m3 [blocks, block_size / 8, 256] */
     csa_tensor ring;       /* bf16 [ring rows, 512]: index key, then z, of each request's latest tokens */
-    int64_t ring_capacity; /* ring rows per request, at least 6 + query_len, in verify also 8; position p
-                              lives in row base + p % capacity */
+    int64_t ring_capacity; /* ring rows per request: at least 7, with drafts max(8, 6 + query_len);
+                              position p lives in row base + p % capacity */
     const float *k_scale;  /* e4m3 only: the true key is code * *k_scale; NULL: 1. Read when the step runs */
     const float *v_scale;
 } csa_cache;

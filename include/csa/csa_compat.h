@@ -58,9 +58,11 @@ CSA_API bool csa_compat_stage_fits(int64_t blocks, int64_t block_size);
  * copied as they are. Keys are zero from region `regions` on and where the block is not in the table or not in
  * the cache; all scales are 1.
  *
- * The same call serves prefill and decode; decode asks for the optional outputs. Those and `live_only` need
- * where the tokens stand (positions or seq_lens, slots for padding), without owners: the tokens of a request
- * stand together. Row outputs have one entry per token; a request's tokens share its pages.
+ * The same call serves prefill and decode. Decode asks for the optional outputs, which like `live_only` need
+ * where the tokens stand: positions or seq_lens (with query_start also slots or positions, so that the number
+ * of tokens is known), and slots for padding. Row outputs have one entry per token; the tokens of a request
+ * share its pages. Checking mode looks at the table only if one of these is asked for, since an entry that maps
+ * nothing is legal.
  */
 typedef struct csa_compat_pack_args {
     size_t size;
@@ -177,9 +179,9 @@ CSA_API csa_status csa_compat_paged_supported(const csa_context *context, const 
  *   to plan   without `selected` and `pages`: positions may be upper bounds. page_indptr then says where each
  *             row's pages will stand;
  *   planned   `planned` set: page_indptr is read, not written. Counts and last lengths are replaced by the true
- *             ones (the fix-up) and the pages, if asked for, stand where the plan put them. A row that needs
- *             more pages than planned, or whose place is not within `pages`, gets the count that fits and
- *             loses its last pages (checking mode: an error).
+ *             ones (the fix-up) and the pages, if asked for, stand where the plan put them. Where a row needs
+ *             more pages than were planned for it, or than `pages` has left from its place on, it gets as many
+ *             as fit, those of its last entries (checking mode: an error).
  * Any cache dtype will do.
  */
 typedef struct csa_compat_pages_args {

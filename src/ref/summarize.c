@@ -56,8 +56,8 @@ static void store_row(const csa_summarize_args *a, int64_t base, int64_t positio
 /* Adds the ring rows of positions [first, first + count); false if one is missing. */
 static bool add_ring_rows(const csa_summarize_args *a, int64_t base, int64_t first, int64_t count, running *r)
 {
-    for (int64_t position = first; position < first + count; position++) {
-        const uint16_t *row = csa_ring_row(a->cache, base, position);
+    for (int64_t i = 0; i < count; i++) { /* first + count may lie past the last int64 */
+        const uint16_t *row = csa_ring_row(a->cache, base, first + i);
         if (!row)
             return false;
         add_row(r, row, row + CSA_SUMMARY_SIZE);
@@ -78,28 +78,30 @@ static uint8_t *summary_of(const csa_summarize_args *a, int64_t token)
 
 /* ---- Decode and verify ---------------------------------------------------------------------------------------- */
 
-static void decode_request(void *data, int64_t request)
+/* Token and request have one number, unless query_start or owners say that some requests have no token. */
+static void decode_token(void *data, int64_t token)
 {
     const csa_summarize_args *a = data;
-    if (!csa_token_active(a->tokens, request))
+    if (!csa_token_active(a->tokens, token))
         return;
-    int64_t position = csa_token_position(a->tokens, request), base = csa_token_ring(a->tokens, request);
+    int64_t position = csa_token_position(a->tokens, token);
+    int64_t base = csa_token_ring(a->tokens, csa_token_owner(a->tokens, token));
     if (position % CSA_REGION != CSA_REGION - 1) {
-        store_row(a, base, position, request);
+        store_row(a, base, position, token);
         return;
     }
     running r;
     start(&r);
-    uint8_t *summary = summary_of(a, request);
+    uint8_t *summary = summary_of(a, token);
     if (summary && add_ring_rows(a, base, position - (CSA_REGION - 1), CSA_REGION - 1, &r)) {
-        add_token(a, request, &r);
+        add_token(a, token, &r);
         finish(&r, summary);
     }
 }
 
 csa_status csa_ref_summarize_decode(const csa_context *context, const csa_summarize_args *args)
 {
-    return csa_parallel(context, args->key.shape[0], decode_request, (void *)args);
+    return csa_parallel(context, args->key.shape[0], decode_token, (void *)args);
 }
 
 static void verify_token(const csa_summarize_args *a, int64_t base, int64_t token)
@@ -233,7 +235,7 @@ static void store_tail(void *data, int64_t request)
     const csa_summarize_args *a = data;
     int64_t first, end, base = csa_token_ring(a->tokens, request);
     token_range(a, request, &first, &end);
-    if (first >= end)
+    if (base < 0 || first >= end)
         return;
     int64_t last = csa_token_position(a->tokens, end - 1);
     for (int64_t token = first; token < end; token++)
