@@ -35,7 +35,7 @@ static void check_groups(csa_checker *c, const csa_dim *groups)
     csa_check_range(c, "KV groups", groups->extent, 1, CSA_MAX_GROUPS);
 }
 
-/* ---- Prepare ----------------------------------------------------------------------------------------------------- */
+/* ---- Prepare ------------------------------------------------------------------------------------------ */
 
 static void check_prepare_index(csa_checker *c, csa_prepare_args *a, csa_dim *tokens, csa_dim *groups)
 {
@@ -48,14 +48,16 @@ static void check_prepare_index(csa_checker *c, csa_prepare_args *a, csa_dim *to
     csa_check_tensor(c, "index_query_norm", &a->index_query_norm, 0, CSA_BF16, 1, &size);
     csa_check_tensor(c, "index_key_norm", &a->index_key_norm, 0, CSA_BF16, 1, &size);
     csa_check_tensor(c, "index_key_bias", &a->index_key_bias, 0, CSA_BF16, 1, &size);
-    csa_check_tensor(c, "index_rope", &a->index_rope, 0, csa_either(&a->index_rope, CSA_BF16, CSA_F32), 2, &positions,
-                     &rotary);
-    csa_check_tensor(c, "index_query_out", &a->index_query_out, CSA_ARG_OUT, CSA_E4M3, 4, tokens, groups, &padded,
-                     &size);
+    csa_check_tensor(c, "index_rope", &a->index_rope, 0, csa_either(&a->index_rope, CSA_BF16, CSA_F32), 2,
+                     &positions, &rotary);
+    csa_check_tensor(c, "index_query_out", &a->index_query_out, CSA_ARG_OUT, CSA_E4M3, 4, tokens, groups,
+                     &padded, &size);
     csa_check_tensor(c, "index_key_out", &a->index_key_out, CSA_ARG_OUT, CSA_BF16, 2, tokens, &size);
-    csa_check_tensor(c, "index_weights_out", &a->index_weights_out, CSA_ARG_OUT, CSA_F32, 3, tokens, groups, &padded);
+    csa_check_tensor(c, "index_weights_out", &a->index_weights_out, CSA_ARG_OUT, CSA_F32, 3, tokens, groups,
+                     &padded);
     if (c->status == CSA_OK && heads.extent != 2 && heads.extent != 4)
-        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "index heads per group is %lld, supported: 2, 4", (long long)heads.extent);
+        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "index heads per group is %lld, supported: 2, 4",
+                   (long long)heads.extent);
     check_groups(c, groups);
 }
 
@@ -69,8 +71,8 @@ static void check_prepare_attention(csa_checker *c, csa_prepare_args *a, csa_dim
     csa_check_tensor(c, "value", &a->value, 0, CSA_BF16, 3, tokens, groups, &size);
     csa_check_tensor(c, "query_norm", &a->query_norm, 0, CSA_BF16, 1, &size);
     csa_check_tensor(c, "key_norm", &a->key_norm, 0, CSA_BF16, 1, &size);
-    csa_check_tensor(c, "rope", &a->rope, CSA_ARG_OPTIONAL, csa_either(&a->rope, CSA_BF16, CSA_F32), 2, &positions,
-                     &rotary);
+    csa_check_tensor(c, "rope", &a->rope, CSA_ARG_OPTIONAL, csa_either(&a->rope, CSA_BF16, CSA_F32), 2,
+                     &positions, &rotary);
     csa_check_tensor(c, "query_out", &a->query_out, CSA_ARG_OUT, CSA_BF16, 4, tokens, groups, &heads, &size);
     int optional = CSA_ARG_OUT | (cached ? CSA_ARG_OPTIONAL : 0);
     csa_check_tensor(c, "key_out", &a->key_out, optional, CSA_BF16, 3, tokens, groups, &size);
@@ -112,7 +114,7 @@ csa_status csa_prepare(const csa_context *context, const csa_prepare_args *args)
     return c.status == CSA_OK ? context->stages->prepare(context, &call.args) : c.status;
 }
 
-/* ---- Summarize ---------------------------------------------------------------------------------------------------- */
+/* ---- Summarize ---------------------------------------------------------------------------------------- */
 
 void csa_check_ring(csa_checker *c, const csa_nested *n, int64_t query_len)
 {
@@ -141,8 +143,8 @@ void csa_check_summarize(csa_checker *c, csa_op op, const csa_summarize_args *fr
         csa_check_cache(c, a->cache, CSA_NEED_SUMMARIES, &groups, &to->nested.cache);
     }
     if (prefill)
-        csa_check_tensor(c, "metadata", &a->metadata, metadata ? CSA_ARG_OUT : CSA_ARG_OPTIONAL, CSA_I64, 2, &tokens,
-                         &columns);
+        csa_check_tensor(c, "metadata", &a->metadata, metadata ? CSA_ARG_OUT : CSA_ARG_OPTIONAL, CSA_I64, 2,
+                         &tokens, &columns);
     int needs = CSA_NEED_SLOTS | CSA_NEED_POSITIONS | (prefill ? CSA_NEED_QUERY_START : 0);
     csa_check_tokens(c, a->tokens, needs, &tokens, &to->nested.tokens);
     csa_tokens *t = &to->nested.tokens;
@@ -155,7 +157,8 @@ void csa_check_summarize(csa_checker *c, csa_op op, const csa_summarize_args *fr
     a->cache = &to->nested.cache;
 }
 
-static csa_status summarize(const csa_context *context, csa_op op, const char *name, const csa_summarize_args *args)
+static csa_status summarize(const csa_context *context, csa_op op, const char *name,
+                            const csa_summarize_args *args)
 {
     csa_summarize_call call = {0};
     csa_checker c = csa_begin(context, name);
@@ -196,7 +199,7 @@ csa_status csa_summarize_metadata(const csa_context *context, const csa_summariz
     return summarize(context, CSA_OP_SUMMARIZE_METADATA, "csa_summarize_metadata", args);
 }
 
-/* ---- Score --------------------------------------------------------------------------------------------------------- */
+/* ---- Score -------------------------------------------------------------------------------------------- */
 
 void csa_check_index(csa_checker *c, csa_tensor *query, csa_tensor *weights, csa_dim *tokens, csa_dim *groups)
 {
@@ -236,7 +239,7 @@ csa_status csa_score(const csa_context *context, const csa_score_args *args)
     return c.status == CSA_OK ? context->stages->score(context, &call.args) : c.status;
 }
 
-/* ---- Select -------------------------------------------------------------------------------------------------------- */
+/* ---- Select ------------------------------------------------------------------------------------------- */
 
 void csa_check_select(csa_checker *c, const csa_select_args *from, csa_select_args *to)
 {
@@ -261,7 +264,7 @@ csa_status csa_select(const csa_context *context, const csa_select_args *args)
     return c.status == CSA_OK ? context->stages->select(context, &a) : c.status;
 }
 
-/* ---- Attend and gate -------------------------------------------------------------------------------------------------- */
+/* ---- Attend and gate ---------------------------------------------------------------------------------- */
 
 void csa_check_attention(csa_checker *c, csa_tensor *query, csa_tensor *gate, csa_tensor *out, csa_tensor *lse,
                          csa_dim *tokens, csa_dim *groups)
@@ -285,12 +288,14 @@ void csa_check_attend(csa_checker *c, const csa_attend_args *from, csa_attend_ca
     csa_check_tensor(c, "selected", &a->selected, 0, CSA_I64, 2, &rows, &columns);
     csa_check_range(c, "selected: columns", columns.extent, 1, CSA_MAX_TOPK + 1);
     csa_check_rows(c, a->rows, 0, &tokens, &groups, &to->nested.rows);
-    bool placed = a->rows && csa_present(&to->nested.rows.active) && csa_present(&to->nested.rows.positions);
-    csa_check_tokens(c, a->tokens, CSA_NEED_TABLE | (placed ? 0 : CSA_NEED_POSITIONS), &tokens, &to->nested.tokens);
+    if (a->rows && (!csa_present(&to->nested.rows.active) || !csa_present(&to->nested.rows.positions)))
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "rows.active or rows.positions is absent");
+    int needs = CSA_NEED_TABLE | (a->rows ? 0 : CSA_NEED_POSITIONS);
+    csa_check_tokens(c, a->tokens, needs, &tokens, &to->nested.tokens);
     csa_check_cache(c, a->cache, CSA_NEED_KV, &groups, &to->nested.cache);
     a->tokens = &to->nested.tokens;
     a->cache = &to->nested.cache;
-    a->rows = placed ? &to->nested.rows : NULL;
+    a->rows = a->rows ? &to->nested.rows : NULL;
 }
 
 csa_status csa_attend(const csa_context *context, const csa_attend_args *args)

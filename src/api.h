@@ -53,8 +53,8 @@ void csa_check_attend(csa_checker *c, const csa_attend_args *from, csa_attend_ca
 void csa_check_gate(csa_checker *c, const csa_gate_args *from, csa_gate_args *to);
 void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *plan, const csa_step_args *from,
                     csa_step_call *to);
-void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan *plan, const csa_layer_args *from,
-                     csa_layer_call *to);
+void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan *plan,
+                     const csa_layer_args *from, csa_layer_call *to);
 
 /* Starts a checker; refuses a NULL context. */
 csa_checker csa_begin(const csa_context *context, const char *call);

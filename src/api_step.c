@@ -19,7 +19,8 @@ static void check_workspace(csa_checker *c, csa_workspace workspace, size_t need
     if (c->status != CSA_OK || needed == 0)
         return;
     if (workspace.bytes < needed)
-        csa_refuse(c, CSA_ERROR_WORKSPACE, "workspace has %zu bytes, this step needs %zu", workspace.bytes, needed);
+        csa_refuse(c, CSA_ERROR_WORKSPACE, "workspace has %zu bytes, this step needs %zu", workspace.bytes,
+                   needed);
     else if (!workspace.data)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "workspace.data is NULL");
     else if ((uintptr_t)workspace.data % WORKSPACE_ALIGNMENT)
@@ -27,17 +28,18 @@ static void check_workspace(csa_checker *c, csa_workspace workspace, size_t need
                    WORKSPACE_ALIGNMENT);
 }
 
-/* ---- Score + select + attend + gate ------------------------------------------------------------------------------- */
+/* ---- Score + select + attend + gate ------------------------------------------------------------------- */
 
 /* What a step and a plan must agree on; fills in regions and topk. */
-static void settle_choice(csa_checker *c, const csa_plan *plan, const csa_nested *n, int64_t *regions, int32_t *topk)
+static void settle_choice(csa_checker *c, const csa_plan *plan, const csa_nested *n, int64_t *regions,
+                          int32_t *topk)
 {
     if (c->status != CSA_OK)
         return;
     int64_t block_regions = csa_present(&n->cache.kv) ? n->cache.kv.shape[2] / CSA_REGION : 0;
     if (plan && *regions != 0 && *regions != plan->shape.regions)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "regions is %lld, expected the plan's %lld (or 0)", (long long)*regions,
-                   (long long)plan->shape.regions);
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "regions is %lld, expected the plan's %lld (or 0)",
+                   (long long)*regions, (long long)plan->shape.regions);
     if (plan && *topk != 0 && *topk != plan->shape.topk)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "topk is %d, expected the plan's %lld (or 0)", (int)*topk,
                    (long long)plan->shape.topk);
@@ -57,15 +59,15 @@ static void check_plan(csa_checker *c, const csa_context *context, const csa_pla
     if (plan->context != context)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "the plan was made with another context");
     if (tokens && tokens->extent != plan->shape.tokens)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "%lld tokens (from %s), but the plan has %lld", (long long)tokens->extent,
-                   tokens->source, (long long)plan->shape.tokens);
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "%lld tokens (from %s), but the plan has %lld",
+                   (long long)tokens->extent, tokens->source, (long long)plan->shape.tokens);
     if (groups->extent != plan->shape.groups)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "%lld KV groups (from %s), but the plan has %lld",
                    (long long)groups->extent, groups->source, (long long)plan->shape.groups);
 }
 
-static void check_selected(csa_checker *c, csa_tensor *selected, const csa_step_shape *shape, const csa_dim *tokens,
-                           const csa_dim *groups)
+static void check_selected(csa_checker *c, csa_tensor *selected, const csa_step_shape *shape,
+                           const csa_dim *tokens, const csa_dim *groups)
 {
     csa_dim rows = csa_rows_dim(tokens, groups);
     csa_dim columns = CSA_KNOWN_DIM("columns", csa_list_columns(shape), "min(topk, regions) + 1");
@@ -99,7 +101,8 @@ void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *
 static void check_bounds(csa_checker *c, const csa_plan *plan, const csa_tokens *tokens)
 {
     for (int64_t token = 0; plan && token < plan->shape.tokens && c->status == CSA_OK; token++) {
-        int64_t position = csa_token_position(tokens, token), regions = plan->chunk_regions[token / plan->chunk_tokens];
+        int64_t position = csa_token_position(tokens, token),
+                regions = plan->chunk_regions[token / plan->chunk_tokens];
         if (csa_token_active(tokens, token) && position / CSA_REGION >= regions)
             csa_refuse(c, CSA_ERROR_ID, "token %lld stands at %lld, past the plan's bound of %lld regions",
                        (long long)token, (long long)position, (long long)regions);
@@ -135,7 +138,7 @@ csa_status csa_prefill(const csa_context *context, const csa_plan *plan, const c
     return run_step(context, "csa_prefill", plan, args);
 }
 
-/* ---- Plans ------------------------------------------------------------------------------------------------------------ */
+/* ---- Plans -------------------------------------------------------------------------------------------- */
 
 static void check_plan_args(csa_checker *c, const csa_plan_args *from, csa_plan_args *a)
 {
@@ -154,7 +157,8 @@ static csa_plan *grow_plan(csa_plan *plan, int64_t chunks)
     if (plan && chunks <= plan->capacity)
         return plan;
     csa_plan *grown = plan ? plan : calloc(1, sizeof *grown);
-    int64_t *chunk_regions = grown ? realloc(grown->chunk_regions, (size_t)chunks * sizeof *chunk_regions) : NULL;
+    int64_t *chunk_regions =
+        grown ? realloc(grown->chunk_regions, (size_t)chunks * sizeof *chunk_regions) : NULL;
     if (!chunk_regions) {
         if (!plan)
             free(grown);
@@ -191,7 +195,7 @@ void csa_plan_destroy(csa_plan *plan)
     free(plan);
 }
 
-/* ---- A whole layer ------------------------------------------------------------------------------------------------------ */
+/* ---- A whole layer ------------------------------------------------------------------------------------ */
 
 /* Prefill tokens and requests come first; each further request has query_len decode tokens. */
 static void check_parts(csa_checker *c, const csa_plan *plan, const csa_tokens *k, int64_t tokens)
@@ -204,10 +208,11 @@ static void check_parts(csa_checker *c, const csa_plan *plan, const csa_tokens *
     int64_t rest = tokens - plan->shape.tokens, further = requests - plan->requests;
     if (rest < 0 || further < 0 || rest % k->query_len || rest / k->query_len != further)
         csa_refuse(c, CSA_ERROR_ARGUMENT,
-                   "%lld tokens of %lld requests, less the plan's %lld of %lld, are not query_len = %d tokens for each "
+                   "%lld tokens of %lld requests, less the plan's %lld of %lld, are not query_len = %d tokens "
+                   "for each "
                    "decode request",
-                   (long long)tokens, (long long)requests, (long long)plan->shape.tokens, (long long)plan->requests,
-                   (int)k->query_len);
+                   (long long)tokens, (long long)requests, (long long)plan->shape.tokens,
+                   (long long)plan->requests, (int)k->query_len);
 }
 
 static size_t layer_bytes(const csa_plan *plan, csa_step_shape shape)
@@ -220,8 +225,8 @@ static size_t layer_bytes(const csa_plan *plan, csa_step_shape shape)
     return first > second ? first : second;
 }
 
-void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan *plan, const csa_layer_args *from,
-                     csa_layer_call *to)
+void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan *plan,
+                     const csa_layer_args *from, csa_layer_call *to)
 {
     csa_layer_args *a = &to->args;
     csa_take(c, a, from, sizeof *a, "csa_layer_args");
@@ -232,7 +237,8 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
         csa_refuse(c, CSA_ERROR_ARGUMENT, "prepare.query or prepare.cache is absent");
     if (c->status != CSA_OK)
         return;
-    csa_dim tokens = CSA_KNOWN_DIM("tokens", p->query.shape[0], "prepare.query"), size = CSA_DIM("index key size");
+    csa_dim tokens = CSA_KNOWN_DIM("tokens", p->query.shape[0], "prepare.query"),
+            size = CSA_DIM("index key size");
     csa_dim groups = CSA_KNOWN_DIM("KV groups", p->query.shape[1], "prepare.query");
     csa_dim planned = CSA_KNOWN_DIM("tokens", plan ? plan->shape.tokens : 0, "the plan");
     csa_dim columns = CSA_FIXED_DIM("metadata columns", CSA_RUN_COLUMNS, "10");
@@ -294,7 +300,7 @@ csa_status csa_layer(const csa_context *context, const csa_plan *plan, const csa
     return c.status == CSA_OK ? context->stages->layer(context, plan, &call.args) : c.status;
 }
 
-/* ---- Asking ----------------------------------------------------------------------------------------------------------------- */
+/* ---- Asking ------------------------------------------------------------------------------------------- */
 
 typedef union any_call {
     csa_prepare_call prepare;
@@ -360,10 +366,11 @@ static void check_serving(csa_checker *c, const csa_serving *from, csa_serving *
     csa_check_range(c, "prefill_tokens", s->prefill_tokens, 0, INT32_MAX);
     csa_check_range(c, "groups", s->groups, 1, CSA_MAX_GROUPS);
     csa_check_range(c, "heads", s->heads, 1, CSA_MAX_HEADS);
-    if (s->index_heads != 16)
-        csa_check_range(c, "index_heads (or 16)", s->index_heads, 1, 8);
+    if (s->index_heads != 16 && (s->index_heads < 1 || s->index_heads > 8))
+        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "index_heads is %d, supported: 1 to 8, 16", (int)s->index_heads);
     if (s->block_size != 16 && s->block_size != 32 && s->block_size != 64 && s->block_size != 128)
-        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "block_size is %d, supported: 16, 32, 64, 128", (int)s->block_size);
+        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "block_size is %d, supported: 16, 32, 64, 128",
+                   (int)s->block_size);
     if (s->kv_dtype != 0 && s->kv_dtype != CSA_BF16 && s->kv_dtype != CSA_E4M3)
         csa_refuse(c, CSA_ERROR_UNSUPPORTED, "kv_dtype is 0x%x, supported: bf16, e4m3", (unsigned)s->kv_dtype);
 }

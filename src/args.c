@@ -54,7 +54,7 @@ void csa_check_range(csa_checker *c, const char *name, int64_t value, int64_t lo
                    (long long)low, (long long)high);
 }
 
-/* ---- Tensors -------------------------------------------------------------------------------------------------- */
+/* ---- Tensors ------------------------------------------------------------------------------------------ */
 
 static const char *dtype_name(csa_dtype dtype)
 {
@@ -103,8 +103,8 @@ static void check_extent(csa_checker *c, const char *name, const csa_tensor *t, 
         csa_refuse(c, CSA_ERROR_UNSUPPORTED, "%s: extent %d (%s) is %lld, supported: %s", name, i, dim->name,
                    (long long)extent, dim->allowed);
     else if (extent != dim->extent)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "%s: extent %d (%s) is %lld, expected %lld (from %s)", name, i, dim->name,
-                   (long long)extent, (long long)dim->extent, dim->source);
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "%s: extent %d (%s) is %lld, expected %lld (from %s)", name, i,
+                   dim->name, (long long)extent, (long long)dim->extent, dim->source);
 }
 
 static bool empty(const csa_tensor *t)
@@ -121,7 +121,8 @@ static int64_t span(const csa_tensor *t)
     int64_t sum = 0, step;
     for (int i = 0; i < t->ndim; i++) {
         int64_t stride = t->stride[i];
-        if (stride == INT64_MIN || __builtin_mul_overflow(t->shape[i] - 1, stride < 0 ? -stride : stride, &step) ||
+        if (stride == INT64_MIN ||
+            __builtin_mul_overflow(t->shape[i] - 1, stride < 0 ? -stride : stride, &step) ||
             __builtin_add_overflow(sum, step, &sum))
             return -1;
     }
@@ -169,7 +170,8 @@ static void check_memory(csa_checker *c, const char *name, csa_tensor *t, int fl
                    (long long)csa_itemsize(t->dtype));
 }
 
-void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags, csa_dtype dtype, int ndim, ...)
+void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags, csa_dtype dtype, int ndim,
+                      ...)
 {
     if (c->status != CSA_OK)
         return;
@@ -193,7 +195,7 @@ void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags
         check_memory(c, name, t, flags);
 }
 
-/* ---- Tokens, cache, rows ---------------------------------------------------------------------------------------- */
+/* ---- Tokens, cache, rows ------------------------------------------------------------------------------ */
 
 csa_dim csa_rows_dim(const csa_dim *tokens, const csa_dim *groups)
 {
@@ -215,7 +217,8 @@ void csa_check_tokens(csa_checker *c, const csa_tokens *from, int needs, csa_dim
     csa_take(c, to, from, sizeof *to, "csa_tokens");
     if (to->query_len == 0)
         to->query_len = 1;
-    csa_check_tensor(c, "tokens.block_table", &to->block_table, CSA_ARG_OPTIONAL, CSA_I32, 2, &requests, &columns);
+    csa_check_tensor(c, "tokens.block_table", &to->block_table, CSA_ARG_OPTIONAL, CSA_I32, 2, &requests,
+                     &columns);
     csa_check_tensor(c, "tokens.slots", &to->slots, CSA_ARG_OPTIONAL, CSA_I64, 1, tokens);
     csa_check_tensor(c, "tokens.positions", &to->positions, CSA_ARG_OPTIONAL, CSA_I64, 1, tokens);
     csa_check_tensor(c, "tokens.owners", &to->owners, CSA_ARG_OPTIONAL, CSA_I64, 1, tokens);
@@ -251,8 +254,8 @@ static void check_per_block(csa_checker *c, const char *name, int64_t block_size
 
 void csa_check_cache(csa_checker *c, const csa_cache *from, int needs, csa_dim *groups, csa_cache *to)
 {
-    csa_dim blocks = CSA_DIM("blocks"), block_size = CSA_DIM("block size"), per_block = CSA_DIM("block size / 8"),
-            ring_rows = CSA_DIM("ring rows");
+    csa_dim blocks = CSA_DIM("blocks"), block_size = CSA_DIM("block size"),
+            per_block = CSA_DIM("block size / 8"), ring_rows = CSA_DIM("ring rows");
     csa_dim row = CSA_FIXED_DIM("cache row", CSA_KV_SIZE, "384, a key and a value of 192");
     csa_dim summary = CSA_FIXED_DIM("summary size", CSA_SUMMARY_SIZE, "256");
     csa_dim ring_row = CSA_FIXED_DIM("ring row", CSA_RING_SIZE, "512");
@@ -268,15 +271,16 @@ void csa_check_cache(csa_checker *c, const csa_cache *from, int needs, csa_dim *
                      &per_block, &summary);
     if (csa_present(&to->summaries))
         check_per_block(c, "cache.summaries", per_block.extent * CSA_REGION);
-    csa_check_tensor(c, "cache.ring", &to->ring, CSA_ARG_OPTIONAL | CSA_ARG_OUT, CSA_BF16, 2, &ring_rows, &ring_row);
+    csa_check_tensor(c, "cache.ring", &to->ring, CSA_ARG_OPTIONAL | CSA_ARG_OUT, CSA_BF16, 2, &ring_rows,
+                     &ring_row);
     need(c, needs, CSA_NEED_KV, csa_present(&to->kv), "cache.kv");
     need(c, needs, CSA_NEED_SUMMARIES, csa_present(&to->summaries), "cache.summaries");
     if ((uintptr_t)to->k_scale % sizeof(float) || (uintptr_t)to->v_scale % sizeof(float))
         csa_refuse(c, CSA_ERROR_ARGUMENT, "cache.k_scale or v_scale is not aligned to 4 bytes");
 }
 
-void csa_check_rows(csa_checker *c, const csa_rows *from, int flags, const csa_dim *tokens, const csa_dim *groups,
-                    csa_rows *to)
+void csa_check_rows(csa_checker *c, const csa_rows *from, int flags, const csa_dim *tokens,
+                    const csa_dim *groups, csa_rows *to)
 {
     memset(to, 0, sizeof *to);
     if (!from)

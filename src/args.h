@@ -23,8 +23,8 @@ typedef struct csa_dim {
     const char *allowed; /* what is supported, for a fixed one */
 } csa_dim;
 
-#define CSA_DIM(name) ((csa_dim){name, -1, NULL, NULL})
-#define CSA_KNOWN_DIM(name, extent, source) ((csa_dim){name, extent, source, NULL})
+#define CSA_DIM(name)                        ((csa_dim){name, -1, NULL, NULL})
+#define CSA_KNOWN_DIM(name, extent, source)  ((csa_dim){name, extent, source, NULL})
 #define CSA_FIXED_DIM(name, extent, allowed) ((csa_dim){name, extent, NULL, allowed})
 
 enum {
@@ -34,13 +34,16 @@ enum {
 };
 
 /* Records a fault. */
-__attribute__((format(printf, 3, 4))) void csa_refuse(csa_checker *c, csa_status status, const char *format, ...);
+__attribute__((format(printf, 3, 4))) void csa_refuse(csa_checker *c, csa_status status, const char *format,
+                                                      ...);
 
 /* Copies a descriptor of any version into one of this version, `known` bytes. */
 void csa_take(csa_checker *c, void *to, const void *from, size_t known, const char *type);
 
-/* Checks a tensor against dtype and dims (ndim pointers to csa_dim follow) and normalises it as stages.h says. */
-void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags, csa_dtype dtype, int ndim, ...);
+/* Checks a tensor against dtype and dims (ndim pointers to csa_dim follow) and normalises it as stages.h says.
+ */
+void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags, csa_dtype dtype, int ndim,
+                      ...);
 
 /* value must lie in [low, high]. */
 void csa_check_range(csa_checker *c, const char *name, int64_t value, int64_t low, int64_t high);
@@ -56,8 +59,8 @@ enum {
 };
 void csa_check_tokens(csa_checker *c, const csa_tokens *from, int needs, csa_dim *tokens, csa_tokens *to);
 void csa_check_cache(csa_checker *c, const csa_cache *from, int needs, csa_dim *groups, csa_cache *to);
-void csa_check_rows(csa_checker *c, const csa_rows *from, int flags, const csa_dim *tokens, const csa_dim *groups,
-                    csa_rows *to);
+void csa_check_rows(csa_checker *c, const csa_rows *from, int flags, const csa_dim *tokens,
+                    const csa_dim *groups, csa_rows *to);
 
 /* A dtype that is one of two: second if t has it, else first. */
 csa_dtype csa_either(const csa_tensor *t, csa_dtype first, csa_dtype second);

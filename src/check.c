@@ -4,8 +4,8 @@
 
 static void refuse_id(csa_checker *c, const char *name, int64_t index, int64_t value, int64_t low, int64_t high)
 {
-    csa_refuse(c, CSA_ERROR_ID, "%s[%lld] is %lld, expected %lld to %lld", name, (long long)index, (long long)value,
-               (long long)low, (long long)high);
+    csa_refuse(c, CSA_ERROR_ID, "%s[%lld] is %lld, expected %lld to %lld", name, (long long)index,
+               (long long)value, (long long)low, (long long)high);
 }
 
 static void expect(csa_checker *c, const char *name, int64_t index, int64_t value, int64_t low, int64_t high)
@@ -31,7 +31,8 @@ static void check_query_start(csa_checker *c, const csa_tokens *k, int64_t count
 }
 
 /* An active token's owner and, if it is to be cached, its slot, which must agree with its position. */
-static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written, int64_t token)
+static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written,
+                        int64_t token)
 {
     int64_t owner = csa_present(&k->owners) ? csa_i64(&k->owners, token) : csa_token_owner(k, token);
     int64_t position = csa_token_position(k, token);
@@ -41,7 +42,8 @@ static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *c
     int64_t slot = csa_i64(&k->slots, token), size = block_size(cache);
     expect(c, "tokens.slots", token, slot, 0, cache->shape[0] * size - 1);
     if (slot % size != position % size)
-        csa_refuse(c, CSA_ERROR_ID, "tokens.slots[%lld] is %lld, offset %lld of its block, but position %lld has %lld",
+        csa_refuse(c, CSA_ERROR_ID,
+                   "tokens.slots[%lld] is %lld, offset %lld of its block, but position %lld has %lld",
                    (long long)token, (long long)slot, (long long)(slot % size), (long long)position,
                    (long long)(position % size));
 }
@@ -54,7 +56,8 @@ static void check_seq_lens(csa_checker *c, const csa_tokens *k)
         expect(c, "tokens.seq_lens", i, csa_i32(&k->seq_lens, i), 0, INT32_MAX);
 }
 
-static void check_tokens(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written, int64_t count)
+static void check_tokens(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written,
+                         int64_t count)
 {
     check_query_start(c, k, count);
     check_seq_lens(c, k);
@@ -78,11 +81,14 @@ void csa_check_prepare_ids(csa_checker *c, const csa_prepare_args *a)
     }
 }
 
-static void check_rings(csa_checker *c, const csa_tokens *k, const csa_cache *cache)
+/* A request without active tokens is padding: its ring may be anything. */
+static void check_rings(csa_checker *c, const csa_tokens *k, const csa_cache *cache, int64_t count)
 {
-    for (int64_t i = 0; i < csa_token_requests(k) && c->status == CSA_OK; i++)
-        if (csa_token_ring(k, i) >= 0)
-            expect(c, "tokens.ring_base", i, csa_token_ring(k, i), 0, cache->ring.shape[0] - cache->ring_capacity);
+    for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
+        int64_t request = csa_token_active(k, token) ? csa_token_owner(k, token) : -1, base = csa_token_ring(k, request);
+        if (base >= 0)
+            expect(c, "tokens.ring_base", request, base, 0, cache->ring.shape[0] - cache->ring_capacity);
+    }
 }
 
 static void check_verify_lengths(csa_checker *c, const csa_tokens *k)
@@ -97,7 +103,7 @@ void csa_check_summarize_ids(csa_checker *c, csa_op op, const csa_summarize_args
     int64_t count = metadata ? a->metadata.shape[0] : a->key.shape[0];
     check_tokens(c, a->tokens, metadata ? NULL : &a->cache->summaries, true, count);
     if (!metadata)
-        check_rings(c, a->tokens, a->cache);
+        check_rings(c, a->tokens, a->cache, count);
     if (op == CSA_OP_SUMMARIZE_VERIFY)
         check_verify_lengths(c, a->tokens);
 }
@@ -108,15 +114,17 @@ static void check_blocks(csa_checker *c, const csa_tokens *k, const csa_tensor *
 {
     int64_t last = position / block_size(cache);
     if (last >= k->block_table.shape[1]) {
-        csa_refuse(c, CSA_ERROR_ID, "position %lld of request %lld needs %lld columns, but tokens.block_table has %lld",
-                   (long long)position, (long long)owner, (long long)last + 1, (long long)k->block_table.shape[1]);
+        csa_refuse(c, CSA_ERROR_ID,
+                   "position %lld of request %lld needs %lld columns, but tokens.block_table has %lld",
+                   (long long)position, (long long)owner, (long long)last + 1,
+                   (long long)k->block_table.shape[1]);
         return;
     }
     for (int64_t column = 0; column <= last && c->status == CSA_OK; column++) {
         int64_t block = *(const int32_t *)csa_at(&k->block_table, owner, column, 0);
         if (block < 0 || block >= cache->shape[0])
-            csa_refuse(c, CSA_ERROR_ID, "tokens.block_table[%lld, %lld] is %lld, expected 0 to %lld", (long long)owner,
-                       (long long)column, (long long)block, (long long)cache->shape[0] - 1);
+            csa_refuse(c, CSA_ERROR_ID, "tokens.block_table[%lld, %lld] is %lld, expected 0 to %lld",
+                       (long long)owner, (long long)column, (long long)block, (long long)cache->shape[0] - 1);
     }
 }
 
@@ -161,7 +169,8 @@ void csa_check_attend_ids(csa_checker *c, const csa_attend_args *a)
         if (!active)
             continue;
         expect(c, "position of row", row, position, 0, INT64_MAX);
-        expect(c, "owner of token", token, csa_token_owner(a->tokens, token), 0, csa_token_requests(a->tokens) - 1);
+        expect(c, "owner of token", token, csa_token_owner(a->tokens, token), 0,
+               csa_token_requests(a->tokens) - 1);
         if (c->status == CSA_OK)
             check_blocks(c, a->tokens, &a->cache->kv, csa_token_owner(a->tokens, token), position);
         if (c->status == CSA_OK)

@@ -11,11 +11,11 @@
 
 #include <string.h>
 
-/* ---- Sizes -------------------------------------------------------------------------------------- */
+/* ---- Sizes -------------------------------------------------------------------------------------------- */
 
 int64_t csa_compat_packed_pages(int64_t regions)
 {
-    const int64_t together = 4 * CSA_COMPAT_PAGE_REGIONS;
+    const int64_t together = (int64_t)4 * CSA_COMPAT_PAGE_REGIONS;
     return regions <= 0 ? 0 : ((regions - 1) / together + 1) * 4;
 }
 
@@ -37,7 +37,7 @@ bool csa_compat_stage_fits(int64_t blocks, int64_t block_size)
     return block_size > 0 && blocks <= CSA_COMPAT_STAGE_LIMIT / token / block_size;
 }
 
-/* ---- What several calls check ------------------------------------------------------------------- */
+/* ---- What several calls check ------------------------------------------------------------------------- */
 
 /* Numbers up to a * b stand in an int32 tensor. */
 static void check_numbers(csa_checker *c, const char *name, int64_t a, int64_t b)
@@ -93,7 +93,7 @@ static void check_row_outputs(csa_checker *c, const csa_rows *from, csa_rows *ro
         csa_refuse(c, CSA_ERROR_ARGUMENT, "rows_out.lengths is absent, expected with schedule");
 }
 
-/* ---- Pack --------------------------------------------------------------------------------------- */
+/* ---- Pack --------------------------------------------------------------------------------------------- */
 
 typedef struct pack_call {
     csa_compat_pack_args args;
@@ -139,7 +139,7 @@ csa_status csa_compat_pack(const csa_context *context, const csa_compat_pack_arg
     return c.status == CSA_OK ? context->stages->compat->pack(context, &call.args, call.tokens) : c.status;
 }
 
-/* ---- Schedule ----------------------------------------------------------------------------------- */
+/* ---- Schedule ----------------------------------------------------------------------------------------- */
 
 csa_status csa_compat_schedule(const csa_context *context, const csa_compat_schedule_args *args)
 {
@@ -153,7 +153,7 @@ csa_status csa_compat_schedule(const csa_context *context, const csa_compat_sche
     return c.status == CSA_OK ? context->stages->compat->schedule(context, &a) : c.status;
 }
 
-/* ---- Score -------------------------------------------------------------------------------------- */
+/* ---- Score -------------------------------------------------------------------------------------------- */
 
 static void check_score(csa_checker *c, const csa_compat_score_args *from, csa_compat_score_args *a)
 {
@@ -162,7 +162,7 @@ static void check_score(csa_checker *c, const csa_compat_score_args *from, csa_c
     csa_dim size = CSA_FIXED_DIM("index head size", CSA_SUMMARY_SIZE, "256");
     csa_dim bytes = CSA_FIXED_DIM("page bytes", CSA_COMPAT_PAGE_BYTES, "8320");
     csa_take(c, a, from, sizeof *a, "csa_compat_score_args");
-    csa_dtype dtype = a->query.dtype == CSA_F32 ? CSA_F32 : csa_either(&a->query, CSA_BF16, CSA_E4M3);
+    csa_dtype dtype = a->query.dtype == CSA_F32 || a->query.dtype == CSA_BF16 ? a->query.dtype : CSA_E4M3;
     csa_check_tensor(c, "query", &a->query, 0, dtype, 4, &batch, &next_n, &heads, &size);
     csa_check_tensor(c, "weights", &a->weights, 0, CSA_F32, 3, &batch, &next_n, &heads);
     csa_check_tensor(c, "packed", &a->packed, 0, CSA_U8, 2, &packed, &bytes);
@@ -230,7 +230,7 @@ csa_status csa_compat_pair(csa_compat_score_args *args)
     return CSA_OK;
 }
 
-/* ---- Prefill metadata --------------------------------------------------------------------------- */
+/* ---- Prefill metadata --------------------------------------------------------------------------------- */
 
 typedef struct metadata_call {
     csa_compat_metadata_args args;
@@ -281,7 +281,7 @@ csa_status csa_compat_prefill_metadata(const csa_context *context, const csa_com
     return c.status == CSA_OK ? context->stages->compat->metadata(context, &call.args, call.tokens) : c.status;
 }
 
-/* ---- Page lists --------------------------------------------------------------------------------- */
+/* ---- Page lists --------------------------------------------------------------------------------------- */
 
 /* Pages must start at a common distance, and their numbers fit int32. */
 static void check_pages_of(csa_checker *c, const csa_tensor *kv)
@@ -342,9 +342,10 @@ static void check_page_lists(csa_checker *c, pages_call *to, csa_dim *tokens)
     check_pages_of(c, &to->nested.cache.kv);
     if (!csa_present(&a->selected))
         csa_refuse(c, CSA_ERROR_ARGUMENT, "selected is absent, expected with pages");
-    if (!a->planned && entries.extent < tokens->extent * a->columns)
+    int64_t most = tokens->extent * a->columns;
+    if (!a->planned && entries.extent < most)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "pages has %lld entries, expected at least rows * columns = %lld",
-                   (long long)entries.extent, (long long)(tokens->extent * a->columns));
+                   (long long)entries.extent, (long long)most);
 }
 
 static void check_pages(csa_checker *c, const csa_compat_pages_args *from, pages_call *to)
@@ -376,7 +377,7 @@ csa_status csa_compat_pages(const csa_context *context, const csa_compat_pages_a
     return c.status == CSA_OK ? context->stages->compat->pages(context, &call.args) : c.status;
 }
 
-/* ---- Attention ---------------------------------------------------------------------------------- */
+/* ---- Attention ---------------------------------------------------------------------------------------- */
 
 static void check_rows_of_heads(csa_checker *c, csa_tensor *query, csa_tensor *out, csa_tensor *lse,
                                 csa_dim *rows)
@@ -473,7 +474,7 @@ csa_status csa_compat_attend_ragged(const csa_context *context, const csa_compat
     return c.status == CSA_OK ? context->stages->compat->attend_ragged(context, &a) : c.status;
 }
 
-/* ---- Stage -------------------------------------------------------------------------------------- */
+/* ---- Stage -------------------------------------------------------------------------------------------- */
 
 typedef struct stage_call {
     csa_compat_stage_args args;

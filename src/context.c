@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Error text and version ------------------------------------------------------------------------------------ */
+/* ---- Error text and version --------------------------------------------------------------------------- */
 
 static _Thread_local char last_error[512];
 
@@ -53,14 +53,14 @@ int csa_version(void)
 }
 
 #define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
+#define TEXT(x)    TEXT_OF(x)
 
 const char *csa_version_string(void)
 {
     return TEXT(CSA_VERSION_MAJOR) "." TEXT(CSA_VERSION_MINOR) "." TEXT(CSA_VERSION_PATCH);
 }
 
-/* ---- Back ends --------------------------------------------------------------------------------------------------- */
+/* ---- Back ends ---------------------------------------------------------------------------------------- */
 
 typedef struct backend {
     const char *name;
@@ -97,12 +97,14 @@ csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
     return CSA_OK;
 }
 
-/* ---- Threads ------------------------------------------------------------------------------------------------------ */
+/* ---- Threads ------------------------------------------------------------------------------------------ */
 
+/* The team always has the context's size: the runtime keeps a team for the next call, but allocates another one
+ * when the size changes. */
 static void openmp_for(void *pool, int32_t count, csa_task task, void *task_data)
 {
-    (void)pool;
-#pragma omp parallel for num_threads(count) schedule(static, 1)
+    const csa_context *context = pool;
+#pragma omp parallel for num_threads(context->threads) schedule(static, 1)
     for (int32_t i = 0; i < count; i++)
         task(task_data, i);
 }
@@ -142,7 +144,7 @@ csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body
     return CSA_OK;
 }
 
-/* ---- Contexts ------------------------------------------------------------------------------------------------------ */
+/* ---- Contexts ----------------------------------------------------------------------------------------- */
 
 csa_status csa_take_options(const csa_context_options *from, const char *call, csa_context_options *to)
 {
@@ -150,9 +152,11 @@ csa_status csa_take_options(const csa_context_options *from, const char *call, c
     csa_checker c = {.call = call};
     csa_take(&c, to, from ? from : &defaults, sizeof *to, "csa_context_options");
     if (to->threads < 0 || to->threads > CSA_MAX_THREADS)
-        csa_refuse(&c, CSA_ERROR_ARGUMENT, "threads is %d, expected 0 to %d", (int)to->threads, CSA_MAX_THREADS);
+        csa_refuse(&c, CSA_ERROR_ARGUMENT, "threads is %d, expected 0 to %d", (int)to->threads,
+                   CSA_MAX_THREADS);
     if (to->parallel_for && to->threads == 0)
-        csa_refuse(&c, CSA_ERROR_ARGUMENT, "threads is 0, but parallel_for is given: say how many tasks it may get");
+        csa_refuse(&c, CSA_ERROR_ARGUMENT,
+                   "threads is 0, but parallel_for is given: say how many tasks it may get");
     const backend *b = find_backend(to->backend);
     if (!b)
         csa_refuse(&c, CSA_ERROR_ARGUMENT, "there is no back end %d", (int)to->backend);
@@ -180,7 +184,7 @@ csa_status csa_context_create(const csa_context_options *options, csa_context **
         .stages = backends[o.backend].stages,
         .threads = o.threads ? o.threads : omp_get_max_threads(),
         .parallel_for = o.parallel_for ? o.parallel_for : openmp_for,
-        .pool = o.pool,
+        .pool = o.parallel_for ? o.pool : made,
         .check = o.check,
         .scratch_limit = o.scratch_limit,
     };

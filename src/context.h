@@ -27,7 +27,8 @@ csa_status csa_take_options(const csa_context_options *from, const char *call, c
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-csa_status csa_fail(csa_status status, const char *format, ...);
+csa_status
+csa_fail(csa_status status, const char *format, ...);
 
 /* One element of a loop. */
 typedef void (*csa_body)(void *data, int64_t index);

@@ -26,8 +26,8 @@ bool csa_step_ranks(const csa_step_shape *shape);
 /* Tokens handled at a time; at least 1. */
 int64_t csa_chunk_tokens(const csa_step_shape *shape);
 
-/* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's scratch).
- * SIZE_MAX if one token's scratch does not fit an address space. */
+/* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
+ * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
 size_t csa_step_bytes(const csa_step_shape *shape);
 
 /* Where a chunk's arrays lie in a workspace of csa_step_bytes. */

@@ -7,7 +7,7 @@ static csa_tensor view_1d(void *data, csa_dtype dtype, int64_t n)
     return csa_tensor_1d(data, dtype, n);
 }
 
-/* ---- Score, select, attend on one chunk ------------------------------------------------------------------------ */
+/* ---- Score, select, attend on one chunk --------------------------------------------------------------- */
 
 /* Tokens [first, first + count) of a step, said by token, in the chunk's scratch. */
 static csa_tokens resolve(const csa_tokens *all, int64_t first, int64_t count, const csa_chunk_arrays *scratch)
@@ -93,10 +93,13 @@ csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const
 {
     csa_step_shape shape = {args->query.shape[0], args->query.shape[1], args->regions, args->topk,
                             context->scratch_limit};
+    if (shape.tokens == 0)
+        return CSA_OK; /* the workspace may be NULL */
     csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);
     int64_t chunk_tokens = csa_chunk_tokens(&shape);
     csa_status status = CSA_OK;
-    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK; first += chunk_tokens, chunk++) {
+    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK;
+         first += chunk_tokens, chunk++) {
         int64_t left = shape.tokens - first, count = left < chunk_tokens ? left : chunk_tokens;
         int64_t regions = plan ? plan->chunk_regions[chunk] : args->regions;
         status = run_chunk(context, args, first, count, regions, &scratch);
@@ -104,7 +107,7 @@ csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const
     return status;
 }
 
-/* ---- A whole layer ------------------------------------------------------------------------------------------------ */
+/* ---- A whole layer ------------------------------------------------------------------------------------ */
 
 csa_tokens csa_prefill_part(const csa_tokens *tokens, const csa_plan *plan)
 {

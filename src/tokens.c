@@ -105,7 +105,8 @@ int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_
 {
     if (region < 0 || region > position / CSA_REGION)
         return 0;
-    int64_t per_block = kv->shape[2] / CSA_REGION, last = position - region * CSA_REGION; /* the last one's offset */
+    int64_t per_block = kv->shape[2] / CSA_REGION,
+            last = position - region * CSA_REGION; /* the last one's offset */
     *block = csa_mapped_block(&tokens->block_table, request, region / per_block, kv->shape[0]);
     if (*block < 0)
         return 0;
@@ -115,7 +116,8 @@ int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_
 const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request, int64_t region)
 {
     int64_t per_block = cache->summaries.shape[1];
-    int64_t block = csa_mapped_block(&tokens->block_table, request, region / per_block, cache->summaries.shape[0]);
+    int64_t block =
+        csa_mapped_block(&tokens->block_table, request, region / per_block, cache->summaries.shape[0]);
     return block < 0 ? NULL : csa_at(&cache->summaries, block, region % per_block, 0);
 }
 

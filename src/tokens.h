@@ -34,12 +34,14 @@ void *csa_ring_row(const csa_cache *cache, int64_t base, int64_t position);
 int64_t csa_mapped_block(const csa_tensor *block_table, int64_t request, int64_t column, int64_t blocks);
 
 /* How many tokens of a request's region stand at or before a position, and in *block where they are: from row
- * (region % (block_size / 8)) * 8 of that block on. 0 if the region is negative, past the position or not mapped. */
+ * (region % (block_size / 8)) * 8 of that block on. 0 if the region is negative, past the position or not
+ * mapped. */
 int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_t request, int64_t region,
                           int64_t position, int64_t *block);
 
 /* The summary of a request's region; NULL if its block is not mapped. */
-const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request, int64_t region);
+const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request,
+                              int64_t region);
 
 /* The summary that belongs to slot / 8; NULL if it lies past the cache. */
 uint8_t *csa_summary_of_slot(const csa_cache *cache, int64_t slot_region);

@@ -21,7 +21,7 @@
 
 #include <csa/csa.h>
 
-/* ---- Sanitizers ------------------------------------------------------------------------------------------- */
+/* ---- Sanitizers ------------------------------------------------------------------------------------- */
 
 #ifdef __has_feature
 #define TEST_HAS_FEATURE(x) __has_feature(x)
@@ -48,16 +48,17 @@ static inline int test_draws(int draws)
     return !TEST_SANITIZED ? draws : few > 2 ? few : 2;
 }
 
-/* ---- Checks ------------------------------------------------------------------------------------------------ */
+/* ---- Checks ----------------------------------------------------------------------------------------- */
 
-/* CHECK(condition) or CHECK(condition, "format", ...): on the test's own thread only. */
-#define CHECK(condition, ...)                                                                                  \
-    do {                                                                                                       \
-        if (!(condition))                                                                                      \
-            test_fail(__FILE__, __LINE__, #condition, "" __VA_ARGS__);                                         \
+/* On the test's own thread only. CHECKF adds a text: CHECKF(condition, "format", ...). */
+#define CHECKF(condition, ...)                                      \
+    do {                                                            \
+        if (!(condition))                                           \
+            test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
     } while (0)
+#define CHECK(condition) CHECKF(condition, "%s", "")
 /* The call must succeed; prints csa_last_error if not. */
-#define CHECK_OK(call) test_expect_ok(__FILE__, __LINE__, #call, (call))
+#define CHECK_OK(call)   test_expect_ok(__FILE__, __LINE__, #call, (call))
 
 __attribute__((format(printf, 4, 5))) void test_fail(const char *file, int line, const char *what,
                                                      const char *format, ...);
@@ -70,7 +71,7 @@ void test_set_draw(int64_t draw);
 /* The last error text of this thread, in a buffer of this thread. */
 const char *test_error(void);
 
-/* ---- Random numbers ------------------------------------------------------------------------------------------ */
+/* ---- Random numbers --------------------------------------------------------------------------------- */
 
 typedef struct test_random {
     uint64_t state;
@@ -85,10 +86,10 @@ double random_unit(test_random *r);   /* [0, 1) */
 double random_normal(test_random *r); /* about normal, deviation 1, within +-6 */
 void random_shuffle(test_random *r, int32_t *values, int64_t count);
 /* One of the arguments. */
-#define RANDOM_OF(r, ...)                                                                                      \
+#define RANDOM_OF(r, ...) \
     ((int32_t[]){__VA_ARGS__}[random_between(r, 0, (int64_t)(sizeof((int32_t[]){__VA_ARGS__}) / 4) - 1)])
 
-/* ---- Number formats --------------------------------------------------------------------------------------------- */
+/* ---- Number formats --------------------------------------------------------------------------------- */
 
 float bf16_value(uint16_t code);
 uint16_t bf16_code(float x); /* to nearest even; a NaN stays one */
@@ -96,7 +97,7 @@ float bf16_rounded(float x);
 float e4m3_value(uint8_t code);
 uint8_t e4m3_code(float x); /* to nearest even, saturating; a NaN becomes 0x7F */
 
-/* ---- Guarded memory ------------------------------------------------------------------------------------------------ */
+/* ---- Guarded memory --------------------------------------------------------------------------------- */
 
 /* All memory of a test. A buffer is aligned to 256 bytes, filled with 0xFF (NaN, -1), and lies between guard
  * zones. Its bytes that belong to no tensor must stay 0xFF. */
@@ -117,14 +118,17 @@ buffer *arena_buffer(arena *a, const char *name, size_t bytes);
 /* Guards and gaps are as they were; fails the test if not. */
 void arena_check(const arena *a);
 void arena_free(arena *a);
+/* Two arenas filled by the same sequence of calls hold the same bytes, but for the workspace and the buffer
+ * named `except` (or NULL). */
+void arena_expect_equal(const arena *got, const arena *expected, const char *except);
 /* A copy of all bytes (free() it), and whether they are the same now. */
 uint8_t *arena_snapshot(const arena *a);
 bool arena_unchanged(const arena *a, const uint8_t *snapshot);
 
-/* ---- Tensors -------------------------------------------------------------------------------------------------------- */
+/* ---- Tensors ---------------------------------------------------------------------------------------- */
 
-/* A tensor in a buffer of its own. gaps: NULL for row-major without gaps, else random gaps before it and between
- * its rows (in a vector: between elements). */
+/* A tensor in a buffer of its own. gaps: NULL for row-major without gaps, else random gaps before it and
+ * between its rows (in a vector: between elements). */
 csa_tensor arena_tensor(arena *a, const char *name, test_random *gaps, csa_dtype dtype, int ndim, ...);
 /* Says that the view's bytes in the buffer are its own, no gap. */
 void buffer_cover(buffer *b, const csa_tensor *view);
@@ -140,13 +144,13 @@ csa_tensor tensor_slice(csa_tensor t, int64_t first, int64_t count);
 void tensor_copy(csa_tensor *to, const csa_tensor *from);
 /* All bytes of its elements become `byte`. */
 void tensor_set(csa_tensor *t, int byte);
-/* scale * normal values, a few of them zero. */
+/* scale * normal values. */
 void tensor_randomise(csa_tensor *t, test_random *r, double scale);
 /* The same bits (any NaN equals any NaN); else fails the test and names the first place. */
 void tensor_expect_equal(const char *name, const csa_tensor *got, const csa_tensor *expected);
 bool tensor_equal(const csa_tensor *a, const csa_tensor *b);
 
-/* ---- Threads and contexts ---------------------------------------------------------------------------------------------- */
+/* ---- Threads and contexts --------------------------------------------------------------------------- */
 
 /* A pool of six threads and the caller, started at the first use; any number of threads may enter at once. The
  * argument is not read. */
@@ -160,7 +164,7 @@ void foreign_for(void *pool, int32_t count, csa_task task, void *task_data);
  * ThreadSanitizer, as OpenMP's runtime is not instrumented. */
 csa_context *test_context(csa_context_options options);
 
-/* ---- A world ------------------------------------------------------------------------------------------------------------- */
+/* ---- A world ---------------------------------------------------------------------------------------- */
 
 /* Zero means the value in brackets. */
 typedef struct world_shape {
@@ -203,7 +207,7 @@ typedef struct world {
     csa_rows rows_out;
     csa_workspace workspace; /* for csa_decode and csa_layer under a default context */
 
-    csa_prepare_args prepare; /* complete, writes world.query and the cache */
+    csa_prepare_args prepare; /* complete, writes the cache; its outputs are its own */
     csa_tensor z;
 } world;
 

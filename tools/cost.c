@@ -8,6 +8,8 @@
 enum {
     BF16 = 2,
     FP32 = 4,
+    VECTOR = CSA_SUMMARY_SIZE * BF16, /* an index key, or z */
+    RING_ROW = CSA_RING_SIZE * BF16,
     ID = 8,                    /* an entry of a selection list */
     NORM_OPERATIONS = 4,       /* per value: square, add, times the norm, times the weight */
     LAYER_NORM_OPERATIONS = 7, /* two more sums, a subtraction, a multiply-add instead of a product */
@@ -101,7 +103,7 @@ static cost prepare_cost(const step *s)
     /* Per row: queries, weights, key and value; per token: the index key and the two rows of the RoPE tables.
      */
     uint64_t row_in = (index_values + real + s->q_values + CSA_KV_SIZE) * BF16;
-    uint64_t token_in = (CSA_SUMMARY_SIZE + CSA_INDEX_ROTARY + CSA_HEAD_SIZE) * BF16;
+    uint64_t token_in = VECTOR + (uint64_t)(CSA_INDEX_ROTARY + CSA_HEAD_SIZE) * BF16;
     uint64_t row_out = s->index_heads * (CSA_SUMMARY_SIZE + FP32) + s->q_values * BF16;
     uint64_t row_work = attention * (NORM_OPERATIONS + ROTATE_OPERATIONS) + index_values * NORM_OPERATIONS +
                         real * (CSA_INDEX_ROTARY * ROTATE_OPERATIONS + 1);
@@ -109,12 +111,10 @@ static cost prepare_cost(const step *s)
     return (cost){
         .read = cost_mul(s->all_tokens, groups * row_in + token_in),
         .written = cost_mul(s->rows, s->row_bytes),
-        .between = cost_mul(s->all_tokens, groups * row_out + CSA_SUMMARY_SIZE * BF16),
+        .between = cost_mul(s->all_tokens, groups * row_out + VECTOR),
         .operations = cost_mul(s->all_tokens, groups * row_work + key_work),
     };
 }
-
-enum { RING_ROW = CSA_RING_SIZE * BF16 };
 
 /* Once per request: the begun region's rows come from the ring, the last rows go there. */
 static cost prefill_ring(const step *s, uint64_t closed)
@@ -141,9 +141,9 @@ static cost summarize_cost(const step *s)
     uint64_t channels = s->prefill ? cost_mul(s->requests, cost_mul(closed, CSA_SUMMARY_SIZE))
                                    : cost_mul(s->all_tokens, CSA_SUMMARY_SIZE / CSA_REGION);
     return (cost){
-        .read = cost_add(cost_mul(s->all_tokens, CSA_SUMMARY_SIZE * BF16), ring.read), /* z */
+        .read = cost_add(cost_mul(s->all_tokens, VECTOR), ring.read), /* z */
         .written = cost_add(channels, ring.written),
-        .between = cost_mul(s->all_tokens, CSA_SUMMARY_SIZE * BF16), /* index keys */
+        .between = cost_mul(s->all_tokens, VECTOR), /* index keys */
         .operations = cost_mul(channels, CSA_REGION * SUMMARY_OPERATIONS + 1),
     };
 }
@@ -266,7 +266,7 @@ cost_memory cost_of_memory(const cost_model *model)
     cost_memory m = {
         .kv = cost_mul(regions, CSA_REGION * row),
         .summaries = cost_mul(regions, CSA_SUMMARY_SIZE),
-        .ring = cost_mul(CSA_REGION - 2 + (uint64_t)model->query_len, CSA_RING_SIZE * BF16),
+        .ring = cost_mul(CSA_REGION - 2 + (uint64_t)model->query_len, RING_ROW),
     };
     m.request = cost_add(m.kv, cost_add(m.summaries, m.ring));
     m.all = cost_mul(m.request, (uint64_t)model->batch);

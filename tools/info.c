@@ -165,14 +165,9 @@ int tool_info(int argc, char **argv)
     json_t *root = json_pack("{s:s, s:s, s:o, s:i, s:o, s:o}", "version", csa_version_string(),
                              "header_version", header, "backends", backends_json(), "threads", threads,
                              "processor", processor_json(), "sizes", sizes_json());
-    if (!root)
-        return tool_fail(TOOL_INTERNAL, "info", "no memory, or a text that is not UTF-8");
-    if (json) {
-        json_dumpf(root, stdout, JSON_INDENT(2));
-        putchar('\n');
-    } else {
-        print_text(root);
-    }
+    if (json)
+        return tool_print_json("info", root);
+    print_text(root);
     json_decref(root);
     return TOOL_OK;
 }

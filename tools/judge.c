@@ -153,13 +153,13 @@ static int64_t find_block(const csa_tensor *table, int64_t request, int64_t regi
 /* ---- Scores ---- */
 
 void judge_load_query(judge_query *query, csa_dtype dtype, const void *values, const float *weights,
-                      int64_t row, int32_t heads)
+                      int64_t row, int64_t stored, int32_t heads)
 {
     query->heads = heads;
     for (int32_t h = 0; h < heads; h++) {
-        query->weight[h] = weights[row * heads + h];
+        query->weight[h] = weights[row * stored + h];
         for (int64_t i = 0; i < CSA_SUMMARY_SIZE; i++) {
-            double value = judge_value(dtype, values, (row * heads + h) * CSA_SUMMARY_SIZE + i);
+            double value = judge_value(dtype, values, (row * stored + h) * CSA_SUMMARY_SIZE + i);
             query->value[h][i] = dtype == CSA_E4M3 ? value : from_e4m3(judge_to_e4m3(value));
         }
     }

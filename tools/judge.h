@@ -53,10 +53,10 @@ typedef struct judge_query {
     float weight[JUDGE_HEADS];
 } judge_query;
 
-/* Row number `row` of query [rows, heads, 256] (e4m3; bf16 and fp32 are converted to it) and weights [rows,
- * heads]. At most JUDGE_HEADS heads. */
+/* The first `heads` (at most JUDGE_HEADS) of row number `row` of query [rows, stored, 256] (e4m3; bf16 and fp32
+ * are converted to it) and weights [rows, stored]. */
 void judge_load_query(judge_query *query, csa_dtype dtype, const void *values, const float *weights,
-                      int64_t row, int32_t heads);
+                      int64_t row, int64_t stored, int32_t heads);
 
 /* The summary of a request's region, NULL if no block holds it. */
 const uint8_t *judge_summary(const judge_cache *cache, int64_t request, int64_t region);

@@ -1,10 +1,11 @@
 /*
- * A subcommand's options.
+ * A subcommand's options, and its JSON.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "options.h"
 
 #include <inttypes.h>
+#include <jansson.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -142,4 +143,14 @@ bool tool_options(int argc, char **argv, const tool_option *options, size_t coun
             *code = unknown_argument(argv, i);
     }
     return *code == TOOL_OK;
+}
+
+int tool_print_json(const char *subcommand, json_t *document)
+{
+    int failed = document ? json_dumpf(document, stdout, JSON_INDENT(2)) : -1;
+    json_decref(document);
+    if (failed)
+        return tool_fail(TOOL_INTERNAL, subcommand, "cannot write JSON");
+    putchar('\n');
+    return TOOL_OK;
 }

@@ -1,6 +1,6 @@
 /*
- * A subcommand's options, as a table: `--name value`, `--name=value` and flags.
- * SPDX-License-Identifier: Apache-2.0
+ * What goes into a subcommand and comes out: options, as a table (`--name value`, `--name=value` and flags),
+ * and JSON. SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_TOOL_OPTIONS_H
 #define CSA_TOOL_OPTIONS_H
@@ -39,5 +39,10 @@ typedef struct tool_option {
 /* Stores what argv says. False if the subcommand is to end with *code: help was asked for and printed, or an
  * argument is wrong, which was said. Operands, wanted or not, may stand anywhere; after `--` all are. */
 bool tool_options(int argc, char **argv, const tool_option *options, size_t count, const char *help, int *code);
+
+/* Prints a document on stdout and releases it. Returns an exit code: NULL, what jansson gives without memory,
+ * is an internal error. */
+struct json_t;
+int tool_print_json(const char *subcommand, struct json_t *document);
 
 #endif

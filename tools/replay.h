@@ -18,6 +18,7 @@
 
 typedef enum replay_verdict {
     REPLAY_PASS,
+    REPLAY_AGREE, /* two of our own results, which proves nothing about either */
     REPLAY_FAIL,
     REPLAY_NOT_COMPARED,
     REPLAY_NOT_JUDGED,
@@ -37,7 +38,8 @@ typedef struct replay_result {
 
 typedef struct replay {
     csa_context *context;
-    int64_t bench; /* timed repetitions of each call; 0: none */
+    csa_context_options options; /* of the context */
+    int64_t bench;               /* timed repetitions of each call; 0: none */
     bool write;
     replay_result *results;
     size_t count, capacity;
@@ -66,10 +68,14 @@ typedef struct replay_case {
     double started;
     double seconds; /* of the last REPLAY_CALL: the median */
     bool *checked;  /* per recorded output */
+    bool keep_only; /* checks compare and report nothing, but keep outputs for --write */
 } replay_case;
 
 /* Runs a case: finds its op and reports what was recorded but not compared. Returns the case's exit code. */
 int replay_run_case(replay *run, const char *path, const capture *file, const capture_case *what);
+
+/* Frees what a case has allocated, after a look at its guards. */
+void replay_free(replay_case *c);
 
 static inline bool replay_ok(const replay_case *c)
 {
@@ -81,6 +87,9 @@ __attribute__((format(printf, 4, 5))) void replay_fault(replay_case *c, int code
                                                         const char *format, ...);
 
 /* ---- Scalars. A missing or impossible one is a fault (exit 4) and reads as the lowest value ------------- */
+
+/* A list of `count` int32 numbers, as a tensor. */
+csa_tensor replay_list(replay_case *c, const char *name, int64_t count);
 
 int64_t replay_integer(replay_case *c, const char *name, int64_t low, int64_t high);
 double replay_real(replay_case *c, const char *name);
@@ -136,6 +145,7 @@ typedef struct replay_tolerance {
     int64_t steps;         /* codes that a few entries may be apart; 0: none may differ */
     const int64_t *limits; /* NULL: everything is specified */
     bool free_size;        /* the first extent follows from data: another one fails, but is no fault */
+    bool nan_as_lowest;    /* a NaN of ours may be recorded as the lowest e4m3 number (section 8) */
 } replay_tolerance;
 
 #define REPLAY_EXACT ((replay_tolerance){0})
@@ -143,44 +153,56 @@ typedef struct replay_tolerance {
 /* Compares an output with its recording, if there is one, and keeps it for --write. */
 void replay_check(replay_case *c, const char *name, csa_tensor got, replay_tolerance tolerance);
 
+/* Compares with what the tool knows itself to be right and with the recording, if there is one. Keeps nothing.
+ */
+void replay_check_judged(replay_case *c, const char *name, csa_tensor got, csa_tensor expected);
+
 /* Are two of our own results the same in every specified entry? `what` is the row's name in the table. */
 void replay_agree(replay_case *c, const char *what, csa_tensor a, csa_tensor b, const int64_t *limits);
 
-/* Keeps an output for --write, unspecified entries as 0. */
+/* Keeps an output for --write, unspecified entries as 0; a later one of that name replaces it. */
 void replay_keep(replay_case *c, const char *name, csa_tensor got, const int64_t *limits);
+
+/* Says why a recorded output, if there is one, is not compared. */
+void replay_skip(replay_case *c, const char *name, const char *reason);
 
 /* Reports a row of the table; result needs verdict, numbers and note only. */
 void replay_report(replay_case *c, const char *output, replay_result result);
 
-/* A recorded output of the dtype and shape of `like`, for a check of its own kind; marks it as compared. NULL
- * if there is none; another dtype or shape is a fault. */
-const void *replay_take(replay_case *c, const char *name, csa_tensor like);
+/* A recorded output, for a check of its own kind; marks it as compared. Absent if there is none; a fault unless
+ * it has the dtype and shape of `like`, or is a corner of that. */
+csa_tensor replay_take(replay_case *c, const char *name, csa_tensor like);
 
 /* Score (row, region) by its definition. */
 typedef struct replay_scorer {
     void (*score)(void *data, int64_t row, int64_t region, float *score, double *bound);
     void *data;
     const int64_t *limits; /* per row: regions that are specified */
+    const uint8_t *wrong;  /* per row: nonzero where the recording is known to be wrong; NULL: nowhere */
 } replay_scorer;
 
 /* Judges scores fp32 [R, regions], those of `got` and the recorded ones, both against the definition. */
 void replay_check_scores(replay_case *c, const char *name, csa_tensor got, replay_scorer scorer);
 
+/* The same for scores that are not what was recorded. */
+void replay_judge_scores(replay_case *c, const char *what, csa_tensor got, replay_scorer scorer);
+
 /* Judges a selection int64 [R, width + 1] by a plain sort, and compares it with the recorded one. */
 void replay_check_selected(replay_case *c, const char *name, csa_tensor got, csa_tensor scores,
-                           const int64_t *current, int64_t regions, int64_t topk);
+                           const int64_t *current, int64_t topk);
 
 /* Judges attention bf16 [R, heads, 192] by exact arithmetic, and compares it with the recorded one. rows: one
  * per token and group. */
 void replay_check_attention(replay_case *c, const char *name, csa_tensor got, const judge_attend_args *args,
                             const judge_row *rows, int64_t groups);
 
+/* The same for attention that is not what was recorded. */
+void replay_judge_attention(replay_case *c, const char *what, csa_tensor got, const judge_attend_args *args,
+                            const judge_row *rows, int64_t groups);
+
 /* ---- Ops ----------------------------------------------------------------------------------------------- */
 
 typedef void (*replay_function)(replay_case *c);
-
-/* NULL for an unknown op. */
-replay_function replay_find(const char *op);
 
 void replay_prepare_indexer(replay_case *c);
 void replay_prepare(replay_case *c);

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GUARD = 64 };
+enum { GUARD = 256 }; /* as aligned as a workspace has to be */
 
 struct replay_block {
     replay_block *next;
@@ -30,7 +30,7 @@ void replay_fault(replay_case *c, int code, const char *subject, const char *for
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     replay_result error = {.verdict = REPLAY_ERROR, .seconds = -1};
-    snprintf(error.note, sizeof error.note, "%s", text);
+    snprintf(error.note, sizeof error.note, "%.180s", text);
     replay_report(c, subject, error);
     c->code = tool_fail(code, "replay", "%s: case %.200s: %s: %s", c->path, c->what->name, subject, text);
 }
@@ -66,6 +66,22 @@ bool replay_flag(replay_case *c, const char *name, bool otherwise)
     if (!json_is_boolean(value))
         replay_fault(c, TOOL_BAD_FILE, name, "neither true nor false");
     return json_is_true(value);
+}
+
+csa_tensor replay_list(replay_case *c, const char *name, int64_t count)
+{
+    const json_t *list = json_object_get(c->what->scalars, name);
+    if (!json_is_array(list) || (int64_t)json_array_size(list) != count)
+        replay_fault(c, TOOL_BAD_FILE, name, "no list of %lld numbers", (long long)count);
+    csa_tensor tensor = replay_output(c, CSA_I32, REPLAY_SHAPE(count));
+    for (int64_t i = 0; replay_ok(c) && i < count; i++) {
+        const json_t *item = json_array_get(list, (size_t)i);
+        json_int_t value = json_integer_value(item);
+        if (!json_is_integer(item) || value < INT32_MIN || value > INT32_MAX)
+            replay_fault(c, TOOL_BAD_FILE, name, "entry %lld is no 32-bit number", (long long)i);
+        ((int32_t *)tensor.data)[i] = (int32_t)value;
+    }
+    return tensor;
 }
 
 /* ---- Tensors of the file ---- */
@@ -162,7 +178,7 @@ static replay_block *allocate(replay_case *c, size_t bytes)
                      "the sizes in this case ask for more memory than its file allows");
         return NULL;
     }
-    size_t room = (bytes + 3 * GUARD - 1) / GUARD * GUARD;
+    size_t room = (bytes + (size_t)3 * GUARD - 1) / GUARD * GUARD;
     replay_block *block = calloc(1, sizeof *block);
     unsigned char *memory = aligned_alloc(GUARD, room);
     if (block == NULL || memory == NULL) {
@@ -197,7 +213,7 @@ csa_tensor replay_copy(replay_case *c, csa_tensor tensor)
 {
     csa_tensor copy = replay_output(c, tensor.dtype, tensor.ndim, tensor.shape);
     size_t bytes = (size_t)replay_elements(&tensor) * reader_element(tensor.dtype);
-    if (replay_ok(c) && bytes > 0)
+    if (copy.data != NULL && bytes > 0)
         memcpy(copy.data, tensor.data, bytes);
     return copy;
 }
@@ -284,14 +300,16 @@ void replay_ran(replay_case *c, const char *call, csa_status status)
     c->times[c->calls++] = tool_seconds() - c->started;
     if (status == CSA_OK)
         return;
+    /* The library's text begins with the call's name. */
     char name[64], text[READER_TEXT];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(call, "("), call);
-    if (csa_last_error(text, sizeof text) == 0)
-        snprintf(text, sizeof text, "no further text");
+    size_t length = csa_last_error(text, sizeof text);
+    const char *why = strncmp(text, name, strlen(name)) == 0 ? text + strlen(name) : text;
+    why += strspn(why, ": ");
     int code = TOOL_INTERNAL;
     if (status == CSA_ERROR_UNSUPPORTED)
         code = TOOL_UNSUPPORTED;
     if (status == CSA_ERROR_ARGUMENT || status == CSA_ERROR_ID)
         code = TOOL_BAD_FILE;
-    replay_fault(c, code, name, "%s", text);
+    replay_fault(c, code, name, "%s", length > 0 ? why : "no further text");
 }

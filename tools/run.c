@@ -124,9 +124,9 @@ static int prepare(run *r)
     serve_options options = {.backend = o->backend,
                              .threads = (int32_t)o->threads,
                              .block_size = o->block_size,
+                             .topk = o->topk.items,
+                             .topk_count = o->topk.count,
                              .plain_mean = o->plain_mean};
-    for (int64_t i = 0; i < o->topk.count; i++)
-        options.max_topk = options.max_topk < o->topk.items[i] ? o->topk.items[i] : options.max_topk;
     int code = serve_open(&r->server, &r->source, &options);
     if (code != TOOL_OK)
         return code;
@@ -363,14 +363,15 @@ static json_t *topk_json(const run *r, topk_result *t, double dense, double summ
                      real(dense / step));
 }
 
+/* A path that is not UTF-8 becomes null. */
 static json_t *context_json(const run *r)
 {
     const run_context *c = &r->source;
-    return json_pack("{s:s, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f}", "file", r->options.path, "case",
-                     c->name, "source", c->source, "tokens", (json_int_t)c->tokens, "queries",
-                     (json_int_t)c->queries, "groups", (json_int_t)c->groups, "heads", (json_int_t)c->heads,
-                     "head_size", (json_int_t)c->head_size, "index_heads", (json_int_t)c->index_heads, "scale",
-                     (double)c->scale);
+    return json_pack("{s:o?, s:s, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:f}", "file",
+                     json_string(r->options.path), "case", c->name, "source", c->source, "tokens",
+                     (json_int_t)c->tokens, "queries", (json_int_t)c->queries, "groups", (json_int_t)c->groups,
+                     "heads", (json_int_t)c->heads, "head_size", (json_int_t)c->head_size, "index_heads",
+                     (json_int_t)c->index_heads, "scale", (double)c->scale);
 }
 
 static json_t *memory_json(const serve *s)
@@ -380,7 +381,7 @@ static json_t *memory_json(const serve *s)
                      (json_int_t)tensor_bytes(&s->cache.ring), "workspace", (json_int_t)s->workspace.bytes);
 }
 
-static void print_json(run *r)
+static int print_json(run *r)
 {
     const run_options *o = &r->options;
     const serve *s = &r->server;
@@ -397,9 +398,7 @@ static void print_json(run *r)
         "summarize_seconds", real(summarize), "dense_seconds", real(dense), "dense_to_recorded",
         r->source.dense ? real(deviation_overall(&r->recorded)) : json_null(), "results", results, "ok",
         !r->failed, "verdict", r->verdict);
-    json_dumpf(root, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(root);
+    return tool_print_json("run", root);
 }
 
 static int serve_and_judge(run *r)
@@ -413,9 +412,11 @@ static int serve_and_judge(run *r)
         return code;
     judge(r);
     if (r->options.json)
-        print_json(r);
+        code = print_json(r);
     else
         print_text(r);
+    if (code != TOOL_OK)
+        return code;
     return r->failed ? TOOL_CHECK_FAILED : TOOL_OK;
 }
 

@@ -21,7 +21,7 @@ static int64_t rows(const serve *s)
 
 /* ---- Memory ---- */
 
-static bool allocate(serve *s, int64_t topk)
+static bool allocate(serve *s)
 {
     const run_context *c = s->source;
     size_t kv = (size_t)(s->blocks * c->groups * s->block_size), tokens = (size_t)c->tokens;
@@ -34,7 +34,7 @@ static bool allocate(serve *s, int64_t topk)
     s->z = calloc(tokens, CSA_SUMMARY_SIZE * sizeof *s->z);
     s->query = calloc((size_t)(c->queries * rows(s)), CSA_HEAD_SIZE * sizeof *s->query);
     s->out = calloc((size_t)rows(s), CSA_HEAD_SIZE * sizeof *s->out);
-    s->selected = calloc((size_t)(c->groups * (topk + 1)), sizeof *s->selected);
+    s->selected = calloc((size_t)c->groups * (CSA_MAX_TOPK + 1), sizeof *s->selected);
     return s->kv && s->summaries && s->ring && s->table && s->slots && s->positions && s->z && s->query &&
            s->out && s->selected;
 }
@@ -101,7 +101,10 @@ static void describe_cache(serve *s)
     };
 }
 
-static int make_workspace(serve *s, const csa_context_options *options, int64_t topk)
+/* A topk that spans all regions needs no scores, so that a smaller one may need more: the largest need counts.
+ */
+static int size_workspace(serve *s, const csa_context_options *options, const serve_options *o,
+                          csa_serving *most)
 {
     csa_serving serving = {
         .size = sizeof serving,
@@ -111,16 +114,32 @@ static int make_workspace(serve *s, const csa_context_options *options, int64_t 
         .heads = (int32_t)s->source->heads,
         .index_heads = (int32_t)s->source->index_heads,
         .block_size = (int32_t)s->block_size,
-        .topk = (int32_t)topk,
     };
-    csa_status status = csa_workspace_size(options, &serving, &s->workspace.bytes);
-    if (status)
-        return tool_library_error("run", "csa_workspace_size", status);
+    for (int64_t i = 0; i < o->topk_count; i++) {
+        size_t bytes;
+        serving.topk = (int32_t)o->topk[i];
+        csa_status status = csa_workspace_size(options, &serving, &bytes);
+        if (status)
+            return tool_library_error("run", "csa_workspace_size", status);
+        if (i == 0 || bytes > s->workspace.bytes) {
+            s->workspace.bytes = bytes;
+            *most = serving;
+        }
+    }
+    return TOOL_OK;
+}
+
+static int make_workspace(serve *s, const csa_context_options *options, const serve_options *o)
+{
+    csa_serving most = {0};
+    int code = size_workspace(s, options, o, &most);
+    if (code != TOOL_OK)
+        return code;
     size_t units = s->workspace.bytes / WORKSPACE_ALIGNMENT + 1;
     s->workspace.data = aligned_alloc(WORKSPACE_ALIGNMENT, units * WORKSPACE_ALIGNMENT);
     if (!s->workspace.data)
         return tool_fail(TOOL_INTERNAL, "run", "no memory for a workspace of %zu bytes", s->workspace.bytes);
-    status = csa_warm_up(s->context, &serving, s->workspace);
+    csa_status status = csa_warm_up(s->context, &most, s->workspace);
     return status ? tool_library_error("run", "csa_warm_up", status) : TOOL_OK;
 }
 
@@ -132,7 +151,7 @@ static int make_context(serve *s, const serve_options *o)
         return tool_library_error("run", "csa_context_create", status);
     if (csa_context_backend(s->context) == CSA_BACKEND_CUDA)
         return tool_fail(TOOL_UNSUPPORTED, "run", "the cuda back end is not supported by this command yet");
-    return make_workspace(s, &options, o->max_topk);
+    return make_workspace(s, &options, o);
 }
 
 int serve_open(serve *s, const run_context *source, const serve_options *o)
@@ -140,7 +159,7 @@ int serve_open(serve *s, const run_context *source, const serve_options *o)
     *s = (serve){.source = source, .block_size = o->block_size};
     s->columns = (source->tokens - 1) / o->block_size + 1;
     s->blocks = s->columns + SPARE_BLOCKS;
-    if (!allocate(s, o->max_topk))
+    if (!allocate(s))
         return tool_fail(TOOL_INTERNAL, "run", "no memory for a cache of %" PRId64 " tokens", source->tokens);
     shuffle_blocks(s);
     number_tokens(s);

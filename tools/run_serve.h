@@ -13,7 +13,8 @@ typedef struct serve_options {
     csa_backend backend;
     int32_t threads; /* 0: the library's default */
     int64_t block_size;
-    int64_t max_topk;
+    const int64_t *topk; /* every topk that serve_decode will be given */
+    int64_t topk_count;
     bool plain_mean; /* z = 0: a summary is the mean of its index keys */
 } serve_options;
 

@@ -317,7 +317,7 @@ static json_t *memory_json(const size_report *r)
 }
 
 /* Figures of steps are one layer's; "memory" says what is whose. */
-static void print_json(const size_report *r)
+static int print_json(const size_report *r)
 {
     const size_options *o = r->options;
     json_t *root = json_pack("{s:o, s:o, s:o}", "configuration", model_json(o), "memory", memory_json(r),
@@ -326,9 +326,7 @@ static void print_json(const size_report *r)
         json_object_set_new(root, "prefill", step_json(&r->prefill, o));
     if (o->bandwidth > 0)
         json_object_set_new(root, "bandwidth_gb_s", json_real(o->bandwidth));
-    json_dumpf(root, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(root);
+    return tool_print_json("size", root);
 }
 
 int tool_size(int argc, char **argv)
@@ -353,8 +351,7 @@ int tool_size(int argc, char **argv)
     if (code != TOOL_OK)
         return code;
     if (o.json)
-        print_json(&r);
-    else
-        print_text(&r);
+        return print_json(&r);
+    print_text(&r);
     return TOOL_OK;
 }

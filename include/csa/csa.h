@@ -103,7 +103,7 @@
 extern "C" {
 #endif
 
-/* ---- Sizes of the model (section 1). Others are refused until they are supported. ------------------- */
+/* ---- Sizes of the model (section 1). Others are refused until they are supported. --------------------- */
 
 enum {
     CSA_REGION = 8,         /* tokens of a region */
@@ -119,7 +119,7 @@ enum {
     CSA_DEFAULT_TOPK = 512
 };
 
-/* ---- Status and version ------------------------------------------------------------------------------ */
+/* ---- Status and version ------------------------------------------------------------------------------- */
 
 typedef enum csa_status {
     CSA_OK = 0,
@@ -144,7 +144,7 @@ CSA_API size_t csa_last_error(char *text, size_t capacity);
 CSA_API int csa_version(void);
 CSA_API const char *csa_version_string(void);
 
-/* ---- Tensors ----------------------------------------------------------------------------------------- */
+/* ---- Tensors ------------------------------------------------------------------------------------------ */
 
 /* DLPack's DLDataType {code, bits, lanes = 1} as a little-endian 32-bit word. */
 typedef uint32_t csa_dtype;
@@ -198,7 +198,7 @@ static inline csa_tensor csa_tensor_1d(const void *data, csa_dtype dtype, int64_
     return t;
 }
 
-/* ---- Contexts ---------------------------------------------------------------------------------------- */
+/* ---- Contexts ----------------------------------------------------------------------------------------- */
 
 typedef struct csa_context csa_context; /* a back end bound to a device, with its threads */
 typedef struct csa_plan csa_plan;       /* the host's work for one prefill step */
@@ -254,7 +254,7 @@ CSA_API const char *csa_backend_name(csa_backend backend);
  * what it stands for. */
 CSA_API csa_status csa_backend_describe(csa_backend backend, char *text, size_t capacity);
 
-/* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ------------------ */
+/* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ----------------- */
 
 /*
  * The tokens a step works on: T tokens of `requests` requests. Filled once a step, shared by all layers.
@@ -331,11 +331,11 @@ typedef struct csa_workspace {
     size_t bytes;
 } csa_workspace;
 
-/* ---- Prepare (section 2): norm, RoPE, quantise, write the cache ----------------------------------------- */
+/* ---- Prepare (section 2): norm, RoPE, quantise, write the cache --------------------------------------- */
 
 /*
- * G groups of `heads` index heads (2 or 4) and of H query
- * heads. The attention part (query, key, value and what follows) may be absent as a whole.
+ * G groups of `heads` index heads (2 or 4) and of H query heads. The attention part (query, key, value and what
+ * follows) may be absent as a whole.
  *
  * In-place: an output may be the very same view as its input of the same shape and dtype. An inactive token
  * is computed like any other and only not written to the cache. A position outside a table that is read (a
@@ -376,7 +376,7 @@ typedef struct csa_prepare_args {
 
 CSA_API csa_status csa_prepare(const csa_context *context, const csa_prepare_args *args);
 
-/* ---- Summarize (section 3): one summary per closed region ----------------------------------------------- */
+/* ---- Summarize (section 3): one summary per closed region --------------------------------------------- */
 
 /*
  * Needs the cache's summaries and, for requests that have one, the ring. key is what csa_prepare wrote to
@@ -411,14 +411,12 @@ CSA_API csa_status csa_summarize_prefill(const csa_context *context, const csa_s
 /* Writes the metadata of prefill (section 3); key, z and cache are not read and may be absent. */
 CSA_API csa_status csa_summarize_metadata(const csa_context *context, const csa_summarize_args *args);
 
-/* ---- Score (section 4) -------------------------------------------------------------------------------------
- */
+/* ---- Score (section 4) -------------------------------------------------------------------------------- */
 
 /*
  * Scores of every region a row may see, in its own memory: scores[row, r] for r < min(lengths[row], regions),
  * where regions = scores.shape[1]; other entries are unspecified and may be written. Needs the cache's
- * summaries. A region whose block is not in the table or not in
- * the cache scores 0.
+ * summaries. A region whose block is not in the table or not in the cache scores 0.
  */
 typedef struct csa_score_args {
     size_t size;
@@ -433,8 +431,7 @@ typedef struct csa_score_args {
 
 CSA_API csa_status csa_score(const csa_context *context, const csa_score_args *args);
 
-/* ---- Select (section 5) ------------------------------------------------------------------------------------
- */
+/* ---- Select (section 5) ------------------------------------------------------------------------------- */
 
 /*
  * The topk best of each row's `current` historical regions, and the current one, ascending, left-padded with
@@ -453,24 +450,22 @@ typedef struct csa_select_args {
 
 CSA_API csa_status csa_select(const csa_context *context, const csa_select_args *args);
 
-/* ---- Attend (section 6) ------------------------------------------------------------------------------------
- */
+/* ---- Attend (section 6) ------------------------------------------------------------------------------- */
 
 /*
  * Attention of each row to the tokens of its selected regions, as far as the row sees them. Needs the cache's
- * kv. rows gives positions and active; NULL: they follow
- * from tokens. Only the last min(position / 8 + 1, width + 1) entries of a list are used, in any order; an
- * entry that is negative, past the position, or whose block is not in the table or the cache contributes no
- * token; one that stands twice counts twice. A row without a token, and an inactive row, is exactly 0, its
- * log-sum-exp -inf.
+ * kv. rows gives positions and active; NULL: they follow from tokens. Only the last min(position / 8 + 1,
+ * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
+ * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
+ * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
  */
 typedef struct csa_attend_args {
     size_t size;
     const csa_tokens *tokens;
     const csa_cache *cache;
-    const csa_rows *rows; /* positions and active are read; may be NULL */
+    const csa_rows *rows; /* positions and active are read, both needed; may be NULL */
     csa_tensor query;     /* bf16 [T, G, H, 192], 1 to 16 heads, unit stride */
-    csa_tensor selected;  /* int64 [R, width + 1] */
+    csa_tensor selected;  /* int64 [R, width + 1], at most 1025 columns */
     csa_tensor gate;      /* bf16 [T, G, H]: out is multiplied by sigmoid(gate); absent: no gate */
     csa_tensor out;       /* bf16 [T, G, H, 192], out; may be the same view as query */
     csa_tensor lse; /* fp32 [T, G, H], out, optional: natural log of the sum of exp(scale * k_scale * q.k) */
@@ -480,8 +475,7 @@ typedef struct csa_attend_args {
 
 CSA_API csa_status csa_attend(const csa_context *context, const csa_attend_args *args);
 
-/* ---- Gate alone (section 6) ---------------------------------------------------------------------------------
- */
+/* ---- Gate alone (section 6) --------------------------------------------------------------------------- */
 
 typedef struct csa_gate_args {
     size_t size;
@@ -494,8 +488,7 @@ typedef struct csa_gate_args {
 
 CSA_API csa_status csa_gate(const csa_context *context, const csa_gate_args *args);
 
-/* ---- Whole steps: score + select + attend + gate
- * -------------------------------------------------------------- */
+/* ---- Whole steps: score + select + attend + gate ------------------------------------------------------ */
 
 /* The same bits as csa_score, csa_select and csa_attend one after the other (prefill: under an invariant plan).
  * Tokens are handled in chunks, so that the workspace stays within the context's scratch_limit, if the scratch
@@ -575,8 +568,7 @@ typedef struct csa_layer_args {
 
 CSA_API csa_status csa_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
-/* ---- Asking before running
- * ------------------------------------------------------------------------------------ */
+/* ---- Asking before running ---------------------------------------------------------------------------- */
 
 typedef enum csa_op {
     CSA_OP_PREPARE = 1,            /* csa_prepare_args */
@@ -615,7 +607,7 @@ typedef struct csa_serving {
 /*
  * Exact bytes of workspace for csa_decode, csa_prefill and csa_layer up to this size, with a context of these
  * options (NULL: defaults). No device is touched. A step of exactly this size is refused with one byte less;
- * smaller steps need no more.
+ * smaller steps with the same topk need no more.
  */
 CSA_API csa_status csa_workspace_size(const csa_context_options *options, const csa_serving *serving,
                                       size_t *bytes);

@@ -70,7 +70,8 @@ typedef struct csa_compat_pack_args {
     const csa_cache *cache;   /* summaries */
     int64_t regions;
     bool live_only;    /* write only the pages below 4 * ceil(L / 128), L the largest length of the request's
-                          tokens (at least 1): the others are left as they are */
+                          tokens (at least 1): the others are left as they are. Without owners: a request's
+                          tokens stand together */
     csa_tensor packed; /* u8 [requests * pages, 8320], out. The reference's [.., 32, 1, 260] is this */
     const csa_rows *rows_out; /* may be NULL: [T] each */
     csa_tensor page_table;    /* int32 [T, pages], out, optional: request * pages + page; a token past the

@@ -20,8 +20,8 @@ static double kv_element(const csa_tensor *kv, const void *token, int i)
     return (double)csa_bf16_to_float(((const uint16_t *)token)[i]);
 }
 
-static void list_region(const csa_attend_args *a, int64_t request, int64_t group, int64_t region, int64_t position,
-                        token_list *list)
+static void list_region(const csa_attend_args *a, int64_t request, int64_t group, int64_t region,
+                        int64_t position, token_list *list)
 {
     const csa_tensor *kv = &a->cache->kv;
     int64_t block, count = csa_region_tokens(a->tokens, kv, request, region, position, &block);
@@ -87,10 +87,8 @@ static void attend_row(void *data, int64_t row)
 {
     const csa_attend_args *a = data;
     int64_t groups = a->query.shape[1], token = row / groups, group = row % groups;
-    const csa_rows *rows = a->rows;
-    bool active = rows && csa_present(&rows->active) ? csa_bool(&rows->active, row) : csa_token_active(a->tokens, token);
-    int64_t position = rows && csa_present(&rows->positions) ? csa_i64(&rows->positions, row)
-                                                              : csa_token_position(a->tokens, token);
+    bool active = a->rows ? csa_bool(&a->rows->active, row) : csa_token_active(a->tokens, token);
+    int64_t position = a->rows ? csa_i64(&a->rows->positions, row) : csa_token_position(a->tokens, token);
     token_list list = {0};
     if (active && position >= 0)
         list_tokens(a, row, position, &list);

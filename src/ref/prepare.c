@@ -84,7 +84,7 @@ static void rotate(float *x, const csa_tensor *table, int64_t position, int64_t 
     }
 }
 
-/* ---- The indexer's part --------------------------------------------------------------------------------------- */
+/* ---- The indexer's part ------------------------------------------------------------------------------- */
 
 static void index_query(const csa_prepare_args *a, int64_t token, int64_t position, bool zero)
 {
@@ -126,10 +126,10 @@ static void index_key(const csa_prepare_args *a, int64_t token, int64_t position
     store(csa_at(&a->index_key_out, token, 0, 0), x, CSA_SUMMARY_SIZE);
 }
 
-/* ---- The attention's part --------------------------------------------------------------------------------------- */
+/* ---- The attention's part ----------------------------------------------------------------------------- */
 
-static void attention_head(const csa_prepare_args *a, const uint16_t *in, const csa_tensor *norm, int64_t position,
-                           bool zero, uint16_t *out)
+static void attention_head(const csa_prepare_args *a, const uint16_t *in, const csa_tensor *norm,
+                           int64_t position, bool zero, uint16_t *out)
 {
     float x[CSA_HEAD_SIZE] = {0};
     if (!zero) {
@@ -162,7 +162,8 @@ static char *cache_row(const csa_prepare_args *a, int64_t token, int64_t group)
     return block < kv->shape[0] ? csa_at(kv, block, group, slot % kv->shape[2]) : NULL;
 }
 
-static void attention_group(const csa_prepare_args *a, int64_t token, int64_t group, int64_t position, bool zero)
+static void attention_group(const csa_prepare_args *a, int64_t token, int64_t group, int64_t position,
+                            bool zero)
 {
     uint16_t key[CSA_HEAD_SIZE], value[CSA_HEAD_SIZE] = {0};
     for (int64_t head = 0; head < a->query.shape[2]; head++)
@@ -178,11 +179,12 @@ static void attention_group(const csa_prepare_args *a, int64_t token, int64_t gr
     char *row = cache_row(a, token, group);
     if (row) {
         cache_half(&a->cache->kv, row, key, a->cache->k_scale);
-        cache_half(&a->cache->kv, row + CSA_HEAD_SIZE * csa_itemsize(a->cache->kv.dtype), value, a->cache->v_scale);
+        cache_half(&a->cache->kv, row + CSA_HEAD_SIZE * csa_itemsize(a->cache->kv.dtype), value,
+                   a->cache->v_scale);
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------------------ */
+/* -------------------------------------------------------------------------------------------------- */
 
 static void prepare_token(void *data, int64_t token)
 {

@@ -58,7 +58,8 @@ static void score_row(void *data, int64_t row)
     int64_t heads = a->query.shape[2];
     for (int64_t region = 0; region <= last; region++) {
         const uint8_t *summary = csa_summary_at(a->tokens, a->cache, request, region);
-        scores[region] = summary ? csa_ref_score_summary(query, a->query.stride[2], weights, heads, summary) : 0;
+        scores[region] =
+            summary ? csa_ref_score_summary(query, a->query.stride[2], weights, heads, summary) : 0;
     }
 }
 

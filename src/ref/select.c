@@ -2,9 +2,11 @@
  * Section 5: the exact, stable choice of regions.
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "../lists.h"
 #include "ref.h"
 
-/* Does region a rank before region b? Larger scores first, -0 equal to +0, NaN last, then the smaller region. */
+/* Does region a rank before region b? Larger scores first, -0 equal to +0, NaN last, then the smaller region.
+ */
 static bool ranks_before(const float *scores, int64_t a, int64_t b)
 {
     float x = scores[a], y = scores[b];
@@ -57,24 +59,12 @@ static void choose_ascending(const float *scores, int64_t candidates, int64_t *b
 static void select_row(void *data, int64_t row)
 {
     const csa_select_args *a = data;
-    int64_t regions = a->scores.shape[1], width = a->selected.shape[1] - 1;
-    int64_t current = csa_i64(&a->current, row), *list = csa_at(&a->selected, row, 0, 0);
-    if (current >= regions)
-        current = regions - 1;
-    int64_t historical = current < 0 ? -1 : current < width ? current : width; /* -1: not even the current one */
-    int64_t padding = width - historical;
-    for (int64_t i = 0; i < padding; i++)
-        list[i] = -1;
-    if (current < 0)
-        return;
-    int64_t *best = list + padding;
-    if (historical == current) {
-        for (int64_t region = 0; region < current; region++)
-            best[region] = region;
-    } else {
-        choose_ascending(csa_at(&a->scores, row, 0, 0), current, best, historical);
-    }
-    list[width] = current;
+    csa_list list = csa_start_list(a, row);
+    if (list.historical < list.current)
+        choose_ascending(csa_at(&a->scores, row, 0, 0), list.current, list.best, list.historical);
+    else
+        for (int64_t region = 0; region < list.current; region++)
+            list.best[region] = region;
 }
 
 csa_status csa_ref_select(const csa_context *context, const csa_select_args *args)

@@ -4,7 +4,7 @@
  */
 #include "ref.h"
 
-/* ---- The softmax over a region's rows ----------------------------------------------------------------------- */
+/* ---- The softmax over a region's rows ----------------------------------------------------------------- */
 
 typedef struct running {
     float num[CSA_SUMMARY_SIZE], den[CSA_SUMMARY_SIZE], max;
@@ -42,7 +42,7 @@ static void finish(const running *r, uint8_t *summary)
         summary[i] = csa_float_to_e4m3(csa_round_bf16(r->num[i] / fmaxf(r->den[i], 1e-20F)));
 }
 
-/* ---- The ring ------------------------------------------------------------------------------------------------ */
+/* ---- The ring ----------------------------------------------------------------------------------------- */
 
 static void store_row(const csa_summarize_args *a, int64_t base, int64_t position, int64_t token)
 {
@@ -76,7 +76,7 @@ static uint8_t *summary_of(const csa_summarize_args *a, int64_t token)
     return csa_summary_of_slot(a->cache, csa_i64(&a->tokens->slots, token) / CSA_REGION);
 }
 
-/* ---- Decode and verify ---------------------------------------------------------------------------------------- */
+/* ---- Decode and verify -------------------------------------------------------------------------------- */
 
 /* Token and request have one number, unless query_start or owners say that some requests have no token. */
 static void decode_token(void *data, int64_t token)
@@ -143,7 +143,7 @@ csa_status csa_ref_summarize_verify(const csa_context *context, const csa_summar
     return csa_parallel(context, csa_token_requests(args->tokens), verify_request, (void *)args);
 }
 
-/* ---- Prefill ---------------------------------------------------------------------------------------------------- */
+/* ---- Prefill ------------------------------------------------------------------------------------------ */
 
 static int64_t region_of(const csa_summarize_args *a, int64_t token)
 {
