@@ -96,7 +96,8 @@ static void check_extent(csa_checker *c, const char *name, const csa_tensor *t, 
 {
     int64_t extent = t->shape[i];
     if (extent < 0 || extent > max_extent)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "%s: extent %d (%s) is %lld", name, i, dim->name, (long long)extent);
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "%s: extent %d (%s) is %lld, expected 0 to %lld", name, i, dim->name,
+                   (long long)extent, (long long)max_extent);
     else if (dim->extent < 0)
         *dim = CSA_KNOWN_DIM(dim->name, extent, name);
     else if (extent != dim->extent && dim->allowed)

@@ -30,11 +30,17 @@ static void check_query_start(csa_checker *c, const csa_tokens *k, int64_t count
     }
 }
 
+/* As the caller gave it; -1 where query_start gives none. */
+static int64_t given_owner(const csa_tokens *k, int64_t token)
+{
+    return csa_present(&k->owners) ? csa_i64(&k->owners, token) : csa_token_owner(k, token);
+}
+
 /* An active token's owner and, if it is to be cached, its slot, which must agree with its position. */
 static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written,
                         int64_t token)
 {
-    int64_t owner = csa_present(&k->owners) ? csa_i64(&k->owners, token) : csa_token_owner(k, token);
+    int64_t owner = given_owner(k, token);
     int64_t position = csa_token_position(k, token);
     expect(c, "owner of token", token, owner, 0, csa_token_requests(k) - 1);
     if (!written || !cache)
@@ -85,7 +91,8 @@ void csa_check_prepare_ids(csa_checker *c, const csa_prepare_args *a)
 static void check_rings(csa_checker *c, const csa_tokens *k, const csa_cache *cache, int64_t count)
 {
     for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
-        int64_t request = csa_token_active(k, token) ? csa_token_owner(k, token) : -1, base = csa_token_ring(k, request);
+        int64_t request = csa_token_active(k, token) ? csa_token_owner(k, token) : -1,
+                base = csa_token_ring(k, request);
         if (base >= 0)
             expect(c, "tokens.ring_base", request, base, 0, cache->ring.shape[0] - cache->ring_capacity);
     }
@@ -169,8 +176,7 @@ void csa_check_attend_ids(csa_checker *c, const csa_attend_args *a)
         if (!active)
             continue;
         expect(c, "position of row", row, position, 0, INT64_MAX);
-        expect(c, "owner of token", token, csa_token_owner(a->tokens, token), 0,
-               csa_token_requests(a->tokens) - 1);
+        expect(c, "owner of token", token, given_owner(a->tokens, token), 0, csa_token_requests(a->tokens) - 1);
         if (c->status == CSA_OK)
             check_blocks(c, a->tokens, &a->cache->kv, csa_token_owner(a->tokens, token), position);
         if (c->status == CSA_OK)

@@ -3,6 +3,7 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "args.h"
+#include "cpu/tiers.h"
 
 #include <omp.h>
 #include <stdarg.h>
@@ -64,15 +65,15 @@ const char *csa_version_string(void)
 
 typedef struct backend {
     const char *name;
-    const csa_stages *stages; /* NULL: not in this build */
+    bool built;
     const char *text;
 } backend;
 
 static const backend backends[] = {
-    [CSA_BACKEND_DEFAULT] = {"default", &csa_ref_stages, "the fastest host back end of this build: ref"},
-    [CSA_BACKEND_REF] = {"ref", &csa_ref_stages, "scalar C on all threads, the executable specification"},
-    [CSA_BACKEND_CPU] = {"cpu", NULL, "not part of this version"},
-    [CSA_BACKEND_CUDA] = {"cuda", NULL, "not part of this version"},
+    [CSA_BACKEND_DEFAULT] = {"default", true, "the fastest host back end: cpu"},
+    [CSA_BACKEND_REF] = {"ref", true, "scalar C on all threads, the executable specification"},
+    [CSA_BACKEND_CPU] = {"cpu", true, NULL},
+    [CSA_BACKEND_CUDA] = {"cuda", false, "not part of this version"},
 };
 
 static const backend *find_backend(csa_backend number)
@@ -89,10 +90,13 @@ const char *csa_backend_name(csa_backend number)
 csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
 {
     const backend *b = find_backend(number);
+    char tiers[128];
     if (!b)
         return csa_fail(CSA_ERROR_ARGUMENT, "csa_backend_describe: there is no back end %d", (int)number);
-    copy_text(b->text, text, capacity);
-    if (!b->stages)
+    snprintf(tiers, sizeof tiers, "vectorised, tier %s of %s", csa_find_cpu_tier(NULL)->name,
+             csa_cpu_tier_names());
+    copy_text(b->text ? b->text : tiers, text, capacity);
+    if (!b->built)
         return csa_fail(CSA_ERROR_UNSUPPORTED, "csa_backend_describe: %s: %s", b->name, b->text);
     return CSA_OK;
 }
@@ -110,21 +114,26 @@ static void openmp_for(void *pool, int32_t count, csa_task task, void *task_data
 }
 
 typedef struct loop {
-    int64_t count;
-    int32_t tasks;
+    int64_t count, chunk;
     csa_body body;
     void *data;
+    atomic_llong next;
     atomic_int finished;
 } loop;
 
-/* The task's contiguous share of the loop. */
-static void run_share(void *task_data, int32_t task)
+/* Takes chunks of the loop until none is left. */
+static void run_chunks(void *task_data, int32_t task)
 {
     loop *l = task_data;
-    int64_t share = l->count / l->tasks, longer = l->count % l->tasks;
-    int64_t first = share * task + (task < longer ? task : longer), end = first + share + (task < longer);
-    for (int64_t i = first; i < end; i++)
-        l->body(l->data, i);
+    (void)task;
+    for (;;) {
+        int64_t first = atomic_fetch_add_explicit(&l->next, l->chunk, memory_order_relaxed);
+        int64_t end = first + l->chunk < l->count ? first + l->chunk : l->count;
+        if (first >= l->count)
+            break;
+        for (int64_t i = first; i < end; i++)
+            l->body(l->data, i);
+    }
     atomic_fetch_add_explicit(&l->finished, 1, memory_order_relaxed);
 }
 
@@ -132,15 +141,15 @@ csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body
 {
     if (count <= 0)
         return CSA_OK;
-    loop l = {.count = count, .body = body, .data = data};
-    l.tasks = count < context->threads ? (int32_t)count : context->threads;
-    if (l.tasks == 1)
-        run_share(&l, 0);
+    int32_t tasks = count < context->threads ? (int32_t)count : context->threads;
+    loop l = {.count = count, .chunk = count / (8 * (int64_t)tasks) + 1, .body = body, .data = data};
+    if (tasks == 1)
+        run_chunks(&l, 0);
     else
-        context->parallel_for(context->pool, l.tasks, run_share, &l);
+        context->parallel_for(context->pool, tasks, run_chunks, &l);
     int finished = atomic_load(&l.finished);
-    if (finished != l.tasks)
-        return csa_fail(CSA_ERROR_INTERNAL, "parallel_for ran %d tasks of %d", finished, (int)l.tasks);
+    if (finished != tasks)
+        return csa_fail(CSA_ERROR_INTERNAL, "parallel_for ran %d tasks of %d", finished, (int)tasks);
     return CSA_OK;
 }
 
@@ -160,11 +169,55 @@ csa_status csa_take_options(const csa_context_options *from, const char *call, c
     const backend *b = find_backend(to->backend);
     if (!b)
         csa_refuse(&c, CSA_ERROR_ARGUMENT, "there is no back end %d", (int)to->backend);
-    else if (!b->stages)
+    else if (!b->built)
         csa_refuse(&c, CSA_ERROR_UNSUPPORTED, "back end %s: %s", b->name, b->text);
+    if (to->backend == CSA_BACKEND_DEFAULT)
+        to->backend = CSA_BACKEND_CPU;
+    if (to->tier && to->backend != CSA_BACKEND_CPU)
+        csa_refuse(&c, CSA_ERROR_ARGUMENT, "tier is %.32s, but only the cpu back end has tiers", to->tier);
+    if (to->tier && !csa_find_cpu_tier(to->tier))
+        csa_refuse(&c, CSA_ERROR_UNSUPPORTED, "tier %.32s is unknown or does not run here, tiers: %s", to->tier,
+                   csa_cpu_tier_names());
     if (to->scratch_limit == 0)
         to->scratch_limit = CSA_DEFAULT_SCRATCH;
     return c.status;
+}
+
+/* A context's scratch, and whether a call is using it. */
+typedef struct csa_scratch {
+    atomic_flag busy;
+    void *memory;
+} csa_scratch;
+
+void *csa_take_scratch(const csa_context *context)
+{
+    csa_scratch *s = context->scratch;
+    return s && !atomic_flag_test_and_set_explicit(&s->busy, memory_order_acquire) ? s->memory : NULL;
+}
+
+void csa_return_scratch(const csa_context *context)
+{
+    atomic_flag_clear_explicit(&context->scratch->busy, memory_order_release);
+}
+
+static csa_scratch *make_scratch(size_t bytes)
+{
+    csa_scratch *made = calloc(1, sizeof *made);
+    if (made && !(made->memory = malloc(bytes))) {
+        free(made);
+        return NULL;
+    }
+    return made;
+}
+
+static void log_context(const csa_context_options *o, const csa_context *context)
+{
+    char line[160];
+    if (!o->log)
+        return;
+    snprintf(line, sizeof line, "csa %s: back end %s, tier %s, %d threads", csa_version_string(),
+             csa_backend_name(context->backend), context->tier, (int)context->threads);
+    o->log(o->log_user, line);
 }
 
 csa_status csa_context_create(const csa_context_options *options, csa_context **context)
@@ -176,31 +229,44 @@ csa_status csa_context_create(const csa_context_options *options, csa_context **
     csa_status status = csa_take_options(options, "csa_context_create", &o);
     if (status != CSA_OK)
         return status;
+    const csa_cpu_tier *tier = o.backend == CSA_BACKEND_CPU ? csa_find_cpu_tier(o.tier) : NULL;
     csa_context *made = malloc(sizeof *made);
     if (!made)
         return csa_fail(CSA_ERROR_MEMORY, "csa_context_create: out of memory");
     *made = (csa_context){
-        .backend = o.backend == CSA_BACKEND_DEFAULT ? CSA_BACKEND_REF : o.backend,
-        .stages = backends[o.backend].stages,
+        .backend = o.backend,
+        .tier = tier ? tier->name : "none",
+        .stages = tier ? tier->stages : &csa_ref_stages,
         .threads = o.threads ? o.threads : omp_get_max_threads(),
         .parallel_for = o.parallel_for ? o.parallel_for : openmp_for,
         .pool = o.parallel_for ? o.pool : made,
         .check = o.check,
         .scratch_limit = o.scratch_limit,
     };
-    if (o.log) {
-        char line[128];
-        snprintf(line, sizeof line, "csa %s: back end %s, %d threads", csa_version_string(),
-                 csa_backend_name(made->backend), (int)made->threads);
-        o.log(o.log_user, line);
+    if (tier && made->threads > 1) {
+        made->scratch = make_scratch(csa_cpu_scratch_bytes() * (size_t)made->threads);
+        if (!made->scratch) {
+            free(made);
+            return csa_fail(CSA_ERROR_MEMORY, "csa_context_create: out of memory");
+        }
     }
+    log_context(&o, made);
     *context = made;
     return CSA_OK;
 }
 
 void csa_context_destroy(csa_context *context)
 {
+    if (context && context->scratch) {
+        free(context->scratch->memory);
+        free(context->scratch);
+    }
     free(context);
+}
+
+const char *csa_context_tier(const csa_context *context)
+{
+    return context->tier;
 }
 
 csa_backend csa_context_backend(const csa_context *context)

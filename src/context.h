@@ -9,13 +9,20 @@
 
 struct csa_context {
     csa_backend backend; /* never CSA_BACKEND_DEFAULT */
+    const char *tier;    /* of the cpu back end, else "none" */
     const csa_stages *stages;
     int32_t threads;
     csa_parallel_for parallel_for;
     void *pool;
     bool check;
     size_t scratch_limit;
+    struct csa_scratch *scratch; /* NULL: none */
 };
+
+/* Memory of a context that one call at a time may use, to cut work finer; a call that does not get it does the
+ * same work in larger pieces. */
+void *csa_take_scratch(const csa_context *context);
+void csa_return_scratch(const csa_context *context);
 
 enum { CSA_MAX_THREADS = 4096 };
 #define CSA_DEFAULT_SCRATCH ((size_t)128 << 20)
@@ -33,8 +40,8 @@ csa_fail(csa_status status, const char *format, ...);
 /* One element of a loop. */
 typedef void (*csa_body)(void *data, int64_t index);
 
-/* Runs body(data, i) for each i in [0, count) on the context's threads, in contiguous shares. Fails only if the
- * caller's parallel_for left tasks out. */
+/* Runs body(data, i) for each i in [0, count) on the context's threads, a few at a time, in any order. Fails
+ * only if the caller's parallel_for left tasks out. */
 csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data);
 
 #endif

@@ -42,6 +42,12 @@ static inline float csa_round_bf16(float x)
     return csa_bf16_to_float(csa_float_to_bf16(x));
 }
 
+/* bf16(sigmoid(gate)), what the headwise gate multiplies by. */
+static inline float csa_gate_factor(uint16_t gate)
+{
+    return csa_round_bf16(1.0F / (1.0F + expf(-csa_bf16_to_float(gate))));
+}
+
 static inline float csa_e4m3_to_float(uint8_t code)
 {
     uint32_t sign = (uint32_t)(code & 0x80) << 24, exponent = code >> 3 & 0xF, mantissa = code & 7;

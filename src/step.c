@@ -94,7 +94,7 @@ csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const
     csa_step_shape shape = {args->query.shape[0], args->query.shape[1], args->regions, args->topk,
                             context->scratch_limit};
     if (shape.tokens == 0)
-        return CSA_OK; /* the workspace may be NULL */
+        return CSA_OK;
     csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);
     int64_t chunk_tokens = csa_chunk_tokens(&shape);
     csa_status status = CSA_OK;

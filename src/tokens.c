@@ -82,6 +82,20 @@ int64_t csa_token_ring(const csa_tokens *tokens, int64_t request)
     return csa_i64(&tokens->ring_base, request);
 }
 
+bool csa_in_table(const csa_tensor *table, int64_t position)
+{
+    return !csa_present(table) || (position >= 0 && position < table->shape[0]);
+}
+
+void *csa_cache_row(const csa_tokens *tokens, const csa_cache *cache, int64_t token, int64_t group)
+{
+    if (!cache || !csa_present(&cache->kv) || !csa_token_active(tokens, token))
+        return NULL;
+    const csa_tensor *kv = &cache->kv;
+    int64_t slot = csa_i64(&tokens->slots, token), block = slot / kv->shape[2];
+    return block < kv->shape[0] ? csa_at(kv, block, group, slot % kv->shape[2]) : NULL;
+}
+
 void *csa_ring_row(const csa_cache *cache, int64_t base, int64_t position)
 {
     if (!csa_present(&cache->ring) || base < 0 || position < 0 || cache->ring_capacity <= 0)

@@ -26,6 +26,13 @@ bool csa_token_active(const csa_tokens *tokens, int64_t token);
 /* First ring row of a request, -1 if it has no ring. */
 int64_t csa_token_ring(const csa_tokens *tokens, int64_t request);
 
+/* The table, if there is one, has a row for the position. */
+bool csa_in_table(const csa_tensor *table, int64_t position);
+
+/* The cache row that an active token's K and V go to; NULL if there is no cache, past it, or if the token is
+ * inactive. */
+void *csa_cache_row(const csa_tokens *tokens, const csa_cache *cache, int64_t token, int64_t group);
+
 /* The ring row of a position: index key, then z. NULL if there is none. */
 void *csa_ring_row(const csa_cache *cache, int64_t base, int64_t position);
 

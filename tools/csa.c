@@ -12,7 +12,9 @@ static const struct {
     int (*run)(int argc, char **argv);
     const char *does;
 } subcommands[] = {
+    {"bench", tool_bench, "times of stages and steps, and the machine's limits beside them"},
     {"info", tool_info, "back ends, instruction sets, and why one is unavailable"},
+    {"inspect", tool_inspect, "what a row selected and why"},
     {"replay", tool_replay, "run recorded calls and compare"},
     {"run", tool_run, "a serving-like run over a captured or generated context"},
     {"size", tool_size, "bytes and operations of a serving configuration"},

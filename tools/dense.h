@@ -10,12 +10,14 @@
 
 /* One request's cache and the sizes of a step. */
 typedef struct dense_step {
-    const uint16_t *kv;   /* bf16 [blocks, groups, block_size, 384] */
+    const void *kv;       /* bf16 or e4m3 [blocks, groups, block_size, 384] */
     const int32_t *table; /* blocks of the request, in order */
     int64_t groups, heads /* per group, up to 16 */, block_size;
     int64_t position; /* tokens [0, position] are attended */
     float scale;
     int32_t threads;
+    bool e4m3;
+    float kv_scale; /* e4m3 only: of keys and values alike */
 } dense_step;
 
 /* The softmax of a part of the tokens for one head, before division by sum. */

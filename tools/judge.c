@@ -261,8 +261,7 @@ bool judge_select(const float *scores, int64_t regions, int64_t current, int64_t
 
 /* ---- Attention ---- */
 
-/* The element at which a token's cache row begins, -1 if no block holds it. */
-static int64_t find_token(const judge_cache *cache, int64_t request, int64_t group, int64_t token)
+int64_t judge_cache_row(const judge_cache *cache, int64_t request, int64_t group, int64_t token)
 {
     const csa_tensor *kv = &cache->kv;
     int64_t block_size = kv->shape[2];
@@ -321,7 +320,7 @@ static void add_tokens(const judge_attend_args *args, row_sums *sums, judge_row 
         if (list[e] < 0 || list[e] > current)
             continue;
         for (int i = 0; i < CSA_REGION && list[e] * CSA_REGION + i <= row.position; i++) {
-            int64_t place = find_token(args->cache, row.request, group, list[e] * CSA_REGION + i);
+            int64_t place = judge_cache_row(args->cache, row.request, group, list[e] * CSA_REGION + i);
             if (place >= 0)
                 add_token(args, sums, place, second, out);
         }

@@ -45,6 +45,9 @@ typedef struct judge_cache {
     double k_scale, v_scale;
 } judge_cache;
 
+/* The element of kv at which a token's cache row begins, -1 if no block holds it. */
+int64_t judge_cache_row(const judge_cache *cache, int64_t request, int64_t group, int64_t token);
+
 /* ---- Scores (section 4) -------------------------------------------------------------------------------- */
 
 typedef struct judge_query {

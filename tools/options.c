@@ -108,8 +108,9 @@ static int take_option(const tool_option *option, int argc, char **argv, int *at
 
 static int unknown_argument(char **argv, int at)
 {
-    return tool_fail(TOOL_USAGE, argv[0], "unknown argument '%s'; `csa %s --help` lists what there is",
-                     argv[at], argv[0]);
+    int name = (int)strcspn(argv[0], ":"); /* what follows is where the arguments stand */
+    return tool_fail(TOOL_USAGE, argv[0], "unknown argument '%s'; `csa %.*s --help` lists what there is",
+                     argv[at], name, argv[0]);
 }
 
 static int take_operand(const tool_option *options, size_t count, char **argv, int at)

@@ -182,3 +182,11 @@ double exact_sparse(const exact_attention *e, int64_t query, int64_t head, const
     divide(out, c->head_size, sum);
     return sum * exp(max - e->max[head]) / e->sum[head];
 }
+
+void exact_add_mass(const exact_attention *e, int64_t query, int64_t head, double *mass)
+{
+    int64_t position = run_context_position(e->source, query);
+    const double *logits = e->logits + head * e->source->tokens;
+    for (int64_t t = 0; t <= position; t++)
+        mass[t / CSA_REGION] += exp(logits[t] - e->max[head]) / e->sum[head];
+}

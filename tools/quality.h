@@ -39,6 +39,10 @@ void exact_dense(exact_attention *e, int64_t query);
 double exact_sparse(const exact_attention *e, int64_t query, int64_t head, const int64_t *list, int64_t length,
                     double *out);
 
+/* For the same query, adds to mass[r] the share of a head's dense softmax mass that region r holds, for all
+ * regions up to the query's own. */
+void exact_add_mass(const exact_attention *e, int64_t query, int64_t head, double *mass);
+
 /* Codes to double. */
 void quality_widen(const uint16_t *codes, int64_t size, double *values);
 

@@ -98,17 +98,23 @@ static void report_rest(replay_case *c, const char *reason)
     }
 }
 
+void replay_begin(replay_case *c, replay *run, const char *path, const capture *file, const capture_case *what)
+{
+    *c = (replay_case){.run = run, .path = path, .what = what, .context = run->context, .seconds = -1};
+    c->times = calloc((size_t)run->bench + 1, sizeof *c->times);
+    c->checked = calloc(what->outputs + 1, sizeof *c->checked);
+    /* No honest case has outputs so much larger than its inputs. */
+    c->budget = ((size_t)256 << 20) + 64 * file->file.bytes;
+    if (c->times == NULL || c->checked == NULL)
+        replay_fault(c, TOOL_INTERNAL, "memory", "out of memory");
+}
+
 int replay_run_case(replay *run, const char *path, const capture *file, const capture_case *what)
 {
-    replay_case c = {.run = run, .path = path, .what = what, .context = run->context, .seconds = -1};
-    c.times = calloc((size_t)run->bench + 1, sizeof *c.times);
-    c.checked = calloc(what->outputs + 1, sizeof *c.checked);
-    /* No honest case has outputs so much larger than its inputs. */
-    c.budget = ((size_t)256 << 20) + 64 * file->file.bytes;
+    replay_case c;
+    replay_begin(&c, run, path, file, what);
     replay_function function = find_op(what->op);
-    if (c.times == NULL || c.checked == NULL)
-        replay_fault(&c, TOOL_INTERNAL, "memory", "out of memory");
-    else if (function != NULL)
+    if (replay_ok(&c) && function != NULL)
         function(&c);
     else if (strcmp(what->op, "context") == 0)
         keep_context(&c);
@@ -200,7 +206,7 @@ static int replay_files(replay *run, const settings *s)
     return code;
 }
 
-static void free_run(replay *run)
+void replay_end(replay *run)
 {
     for (size_t i = 0; i < run->count; i++) {
         free(run->results[i].file);
@@ -246,6 +252,6 @@ int tool_replay(int argc, char **argv)
         replay_print_json(&run, code);
     else if (!nothing)
         replay_print_table(&run, code);
-    free_run(&run);
+    replay_end(&run);
     return code;
 }

@@ -37,6 +37,7 @@ typedef struct replay_result {
 } replay_result;
 
 typedef struct replay {
+    const char *subcommand; /* that messages come from; NULL: replay */
     csa_context *context;
     csa_context_options options; /* of the context */
     int64_t bench;               /* timed repetitions of each call; 0: none */
@@ -73,6 +74,12 @@ typedef struct replay_case {
 
 /* Runs a case: finds its op and reports what was recorded but not compared. Returns the case's exit code. */
 int replay_run_case(replay *run, const char *path, const capture *file, const capture_case *what);
+
+/* Makes a case ready for the functions below; replay_free is to be called even if it is at fault then. */
+void replay_begin(replay_case *c, replay *run, const char *path, const capture *file, const capture_case *what);
+
+/* Frees what a run has gathered, and its context. */
+void replay_end(replay *run);
 
 /* Frees what a case has allocated, after a look at its guards. */
 void replay_free(replay_case *c);

@@ -32,7 +32,8 @@ void replay_fault(replay_case *c, int code, const char *subject, const char *for
     replay_result error = {.verdict = REPLAY_ERROR, .seconds = -1};
     snprintf(error.note, sizeof error.note, "%.180s", text);
     replay_report(c, subject, error);
-    c->code = tool_fail(code, "replay", "%s: case %.200s: %s: %s", c->path, c->what->name, subject, text);
+    const char *subcommand = c->run->subcommand != NULL ? c->run->subcommand : "replay";
+    c->code = tool_fail(code, subcommand, "%s: case %.200s: %s: %s", c->path, c->what->name, subject, text);
 }
 
 /* ---- Scalars ---- */

@@ -16,6 +16,7 @@ enum { MAX_TOKENS = 1 << 24 };
 
 /* What loading looks at. */
 typedef struct source {
+    const char *subcommand;
     const char *path;
     const char *name; /* of the case */
     const json_t *scalars;
@@ -33,7 +34,7 @@ __attribute__((format(printf, 2, 3))) static void refuse(source *s, const char *
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    s->code = tool_fail(TOOL_BAD_FILE, "run", "%s: %s", s->path, text);
+    s->code = tool_fail(TOOL_BAD_FILE, s->subcommand, "%s: %s", s->path, text);
 }
 
 static void copy_printable(const char *from, char *to, size_t capacity)
@@ -165,7 +166,8 @@ static json_t *context_scalars(const json_t *text)
     return NULL;
 }
 
-static void find_case(source *s, run_context *c)
+/* `wanted` is the case's name, NULL for the first. */
+static void find_case(source *s, const char *wanted, run_context *c)
 {
     const json_t *metadata = reader_metadata(s->file);
     const char *format = json_string_value(json_object_get(metadata, "format"));
@@ -175,7 +177,7 @@ static void find_case(source *s, run_context *c)
     }
     json_t *text, *scalars = NULL;
     json_object_foreach ((json_t *)metadata, s->name, text) {
-        scalars = context_scalars(text);
+        scalars = wanted && strcmp(s->name, wanted) != 0 ? NULL : context_scalars(text);
         if (scalars)
             break;
     }
@@ -191,14 +193,14 @@ static void find_case(source *s, run_context *c)
     json_decref(scalars);
 }
 
-int run_context_open(const char *path, run_context *c)
+int run_context_open(const char *path, const char *name, const char *subcommand, run_context *c)
 {
     char text[READER_TEXT];
     *c = (run_context){0};
     if (!reader_open(path, &c->file, text))
-        return tool_fail(TOOL_BAD_FILE, "run", "%s: %s", path, text);
-    source s = {.path = path, .file = &c->file, .code = TOOL_OK};
-    find_case(&s, c);
+        return tool_fail(TOOL_BAD_FILE, subcommand, "%s: %s", path, text);
+    source s = {.subcommand = subcommand, .path = path, .file = &c->file, .code = TOOL_OK};
+    find_case(&s, name, c);
     if (s.code != TOOL_OK)
         run_context_close(c);
     return s.code;

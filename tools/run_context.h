@@ -24,9 +24,9 @@ typedef struct run_context {
     const float *dense;            /* fp32 [queries, groups * heads, head_size], NULL if not recorded */
 } run_context;
 
-/* The first case of the file whose op is `context`. Returns an exit code; on failure it has been said why and
- * nothing is left to close. */
-int run_context_open(const char *path, run_context *context);
+/* The first case of the file whose op is `context`, or the one of that name. Returns an exit code; on failure
+ * it has been said why, in the name of the subcommand, and nothing is left to close. */
+int run_context_open(const char *path, const char *name, const char *subcommand, run_context *context);
 void run_context_close(run_context *context);
 
 /* Query t stands here. */

@@ -120,7 +120,7 @@ static int size_workspace(serve *s, const csa_context_options *options, const se
         serving.topk = (int32_t)o->topk[i];
         csa_status status = csa_workspace_size(options, &serving, &bytes);
         if (status)
-            return tool_library_error("run", "csa_workspace_size", status);
+            return tool_library_error(s->subcommand, "csa_workspace_size", status);
         if (i == 0 || bytes > s->workspace.bytes) {
             s->workspace.bytes = bytes;
             *most = serving;
@@ -138,29 +138,33 @@ static int make_workspace(serve *s, const csa_context_options *options, const se
     size_t units = s->workspace.bytes / WORKSPACE_ALIGNMENT + 1;
     s->workspace.data = aligned_alloc(WORKSPACE_ALIGNMENT, units * WORKSPACE_ALIGNMENT);
     if (!s->workspace.data)
-        return tool_fail(TOOL_INTERNAL, "run", "no memory for a workspace of %zu bytes", s->workspace.bytes);
+        return tool_fail(TOOL_INTERNAL, s->subcommand, "no memory for a workspace of %zu bytes",
+                         s->workspace.bytes);
     csa_status status = csa_warm_up(s->context, &most, s->workspace);
-    return status ? tool_library_error("run", "csa_warm_up", status) : TOOL_OK;
+    return status ? tool_library_error(s->subcommand, "csa_warm_up", status) : TOOL_OK;
 }
 
 static int make_context(serve *s, const serve_options *o)
 {
-    csa_context_options options = {.size = sizeof options, .backend = o->backend, .threads = o->threads};
+    csa_context_options options = {
+        .size = sizeof options, .backend = o->backend, .threads = o->threads, .tier = o->tier};
     csa_status status = csa_context_create(&options, &s->context);
     if (status)
-        return tool_library_error("run", "csa_context_create", status);
+        return tool_library_error(s->subcommand, "csa_context_create", status);
     if (csa_context_backend(s->context) == CSA_BACKEND_CUDA)
-        return tool_fail(TOOL_UNSUPPORTED, "run", "the cuda back end is not supported by this command yet");
+        return tool_fail(TOOL_UNSUPPORTED, s->subcommand,
+                         "the cuda back end is not supported by this command yet");
     return make_workspace(s, &options, o);
 }
 
 int serve_open(serve *s, const run_context *source, const serve_options *o)
 {
-    *s = (serve){.source = source, .block_size = o->block_size};
+    *s = (serve){.subcommand = o->subcommand, .source = source, .block_size = o->block_size};
     s->columns = (source->tokens - 1) / o->block_size + 1;
     s->blocks = s->columns + SPARE_BLOCKS;
     if (!allocate(s))
-        return tool_fail(TOOL_INTERNAL, "run", "no memory for a cache of %" PRId64 " tokens", source->tokens);
+        return tool_fail(TOOL_INTERNAL, s->subcommand, "no memory for a cache of %" PRId64 " tokens",
+                         source->tokens);
     shuffle_blocks(s);
     number_tokens(s);
     fill_cache(s);
@@ -216,7 +220,7 @@ int serve_prefill(serve *s, int64_t first, int64_t count)
     csa_summarize_args args = summarize_args(s, first, count);
     csa_status status = csa_summarize_prefill(s->context, &args);
     s->tokens.query_start = (csa_tensor){0};
-    return status ? tool_library_error("run", "csa_summarize_prefill", status) : TOOL_OK;
+    return status ? tool_library_error(s->subcommand, "csa_summarize_prefill", status) : TOOL_OK;
 }
 
 int serve_summarize(serve *s, int64_t query)
@@ -225,7 +229,7 @@ int serve_summarize(serve *s, int64_t query)
     stand_at(s, position, 1);
     csa_summarize_args args = summarize_args(s, position, 1);
     csa_status status = csa_summarize_decode(s->context, &args);
-    return status ? tool_library_error("run", "csa_summarize_decode", status) : TOOL_OK;
+    return status ? tool_library_error(s->subcommand, "csa_summarize_decode", status) : TOOL_OK;
 }
 
 int serve_decode(serve *s, int64_t query, int64_t topk)
@@ -251,7 +255,25 @@ int serve_decode(serve *s, int64_t query, int64_t topk)
         .workspace = s->workspace,
     };
     csa_status status = csa_decode(s->context, &args);
-    return status ? tool_library_error("run", "csa_decode", status) : TOOL_OK;
+    return status ? tool_library_error(s->subcommand, "csa_decode", status) : TOOL_OK;
+}
+
+int serve_score(serve *s, int64_t query, int64_t regions, float *scores)
+{
+    const run_context *c = s->source;
+    int64_t index_rows = c->groups * c->index_heads;
+    const uint8_t *index_query = c->index_query + query * index_rows * CSA_SUMMARY_SIZE;
+    stand_at(s, run_context_position(c, query), 1);
+    csa_score_args args = {
+        .size = sizeof args,
+        .tokens = &s->tokens,
+        .cache = &s->cache,
+        .query = csa_tensor_4d(index_query, CSA_E4M3, 1, c->groups, c->index_heads, CSA_SUMMARY_SIZE),
+        .weights = csa_tensor_3d(c->index_weights + query * index_rows, CSA_F32, 1, c->groups, c->index_heads),
+        .scores = csa_tensor_2d(scores, CSA_F32, c->groups, regions),
+    };
+    csa_status status = csa_score(s->context, &args);
+    return status ? tool_library_error(s->subcommand, "csa_score", status) : TOOL_OK;
 }
 
 dense_step serve_dense_step(const serve *s, int64_t query)

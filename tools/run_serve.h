@@ -10,8 +10,10 @@
 #include "run_context.h"
 
 typedef struct serve_options {
+    const char *subcommand; /* that messages come from */
     csa_backend backend;
-    int32_t threads; /* 0: the library's default */
+    const char *tier; /* NULL: the best */
+    int32_t threads;  /* 0: the library's default */
     int64_t block_size;
     const int64_t *topk; /* every topk that serve_decode will be given */
     int64_t topk_count;
@@ -20,6 +22,7 @@ typedef struct serve_options {
 
 /* One request's memory, and what a step needs. */
 typedef struct serve {
+    const char *subcommand;
     const run_context *source;
     csa_context *context;
     csa_cache cache;
@@ -50,6 +53,9 @@ int serve_summarize(serve *s, int64_t query);
 
 /* Scores, selects and attends for a query. */
 int serve_decode(serve *s, int64_t query, int64_t topk);
+
+/* The scores of a query's regions up to its own: fp32 [groups, regions]. */
+int serve_score(serve *s, int64_t query, int64_t regions, float *scores);
 
 /* Dense attention for a query over the same cache. */
 dense_step serve_dense_step(const serve *s, int64_t query);

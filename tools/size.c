@@ -4,6 +4,7 @@
  */
 #include "cost.h"
 #include "options.h"
+#include "units.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -171,42 +172,10 @@ static double ratio(uint64_t a, uint64_t b)
 
 /* ---- Text ---- */
 
-typedef struct text {
-    char s[32];
-} text;
-
-static text scaled(double value, double step, const char *const units[])
-{
-    text t;
-    int unit = 0;
-    for (; value >= step && units[unit + 1]; unit++)
-        value /= step;
-    snprintf(t.s, sizeof t.s, value >= 100 || unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
-    return t;
-}
-
-static text human_bytes(uint64_t bytes)
-{
-    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", NULL};
-    return scaled((double)bytes, 1024, units);
-}
-
-static text human_count(uint64_t count)
-{
-    static const char *const units[] = {"", "k", "M", "G", "T", "P", "E", NULL};
-    return scaled((double)count, 1000, units);
-}
-
-static text human_seconds(double seconds)
-{
-    static const char *const units[] = {"ns", "us", "ms", NULL};
-    return scaled(seconds * 1e9, 1000, units);
-}
-
 static void print_cost(const char *name, const cost *c)
 {
-    printf("  %-10s %12s %12s %12s %12s\n", name, human_bytes(c->read).s, human_bytes(c->written).s,
-           human_bytes(c->between).s, human_count(c->operations).s);
+    printf("  %-10s %12s %12s %12s %12s\n", name, units_bytes(c->read).s, units_bytes(c->written).s,
+           units_bytes(c->between).s, units_count(c->operations).s);
 }
 
 static void print_step(const char *title, const cost_step *s, const size_options *o)
@@ -224,14 +193,14 @@ static void print_step(const char *title, const cost_step *s, const size_options
     if (o->layers > 1) {
         uint64_t n = (uint64_t)o->layers;
         printf("  all %" PRId64 " layers: %s read, %s written, %s operations\n", o->layers,
-               human_bytes(s->total.read * n).s, human_bytes(s->total.written * n).s,
-               human_count(s->total.operations * n).s);
+               units_bytes(s->total.read * n).s, units_bytes(s->total.written * n).s,
+               units_count(s->total.operations * n).s);
     }
     if (o->bandwidth > 0)
         printf("  the bytes alone take at %g GB/s: %s a layer, %s in all; of dense attention %s a layer\n",
-               o->bandwidth, human_seconds(least_seconds(&s->total, o)).s,
-               human_seconds(least_seconds(&s->total, o) * (double)o->layers).s,
-               human_seconds(least_seconds(&s->dense, o)).s);
+               o->bandwidth, units_seconds(least_seconds(&s->total, o)).s,
+               units_seconds(least_seconds(&s->total, o) * (double)o->layers).s,
+               units_seconds(least_seconds(&s->dense, o)).s);
 }
 
 static void print_memory(const size_report *r)
@@ -239,14 +208,14 @@ static void print_memory(const size_report *r)
     const cost_memory *m = &r->memory;
     const size_options *o = r->options;
     printf("\nmemory of a request, one layer\n");
-    printf("  KV cache   %12s\n", human_bytes(m->kv).s);
-    printf("  summaries  %12s  (%.1f %% of the KV cache)\n", human_bytes(m->summaries).s,
+    printf("  KV cache   %12s\n", units_bytes(m->kv).s);
+    printf("  summaries  %12s  (%.1f %% of the KV cache)\n", units_bytes(m->summaries).s,
            100 * ratio(m->summaries, m->kv));
-    printf("  ring       %12s\n", human_bytes(m->ring).s);
-    printf("  request    %12s\n", human_bytes(m->request).s);
+    printf("  ring       %12s\n", units_bytes(m->ring).s);
+    printf("  request    %12s\n", units_bytes(m->request).s);
     printf("  %" PRId64 " request%s, %" PRId64 " layer%s: %s\n", o->model.batch, o->model.batch > 1 ? "s" : "",
-           o->layers, o->layers > 1 ? "s" : "", human_bytes(m->all * (uint64_t)o->layers).s);
-    printf("workspace, shared by all layers: %s\n", human_bytes(r->workspace).s);
+           o->layers, o->layers > 1 ? "s" : "", units_bytes(m->all * (uint64_t)o->layers).s);
+    printf("workspace, shared by all layers: %s\n", units_bytes(r->workspace).s);
 }
 
 static void print_text(const size_report *r)

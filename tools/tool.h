@@ -19,7 +19,9 @@ enum {
 
 /* Subcommands: argv[0] is the subcommand's name. Each returns an exit code, prints data on stdout and messages
  * on stderr. */
+int tool_bench(int argc, char **argv);
 int tool_info(int argc, char **argv);
+int tool_inspect(int argc, char **argv);
 int tool_replay(int argc, char **argv);
 int tool_run(int argc, char **argv);
 int tool_size(int argc, char **argv);

@@ -206,12 +206,12 @@ typedef struct csa_plan csa_plan;       /* the host's work for one prefill step 
 typedef enum csa_backend {
     CSA_BACKEND_DEFAULT = 0, /* the fastest host back end of this build: see csa_backend_describe */
     CSA_BACKEND_REF = 1,     /* plain scalar C, the executable specification */
-    CSA_BACKEND_CPU = 2,     /* vectorised */
+    CSA_BACKEND_CPU = 2,     /* vectorised for the processor it runs on */
     CSA_BACKEND_CUDA = 3
 } csa_backend;
 
 /* One piece of a call; pieces may run in any order and at once, never wait for each other, and may run on the
- * calling thread. */
+ * calling thread. A piece needs up to 512 KiB of stack. */
 typedef void (*csa_task)(void *task_data, int32_t index);
 
 /* Runs task(task_data, i) for each i in [0, count) exactly once and returns when all have returned. count is
@@ -233,6 +233,8 @@ typedef struct csa_context_options {
     void *log_user;
     bool check;           /* checking mode: refuse bad ids by name, at some cost (CUDA: synchronises) */
     size_t scratch_limit; /* bytes of scratch a step may use; 0: 128 MiB. Longer work runs in chunks of rows */
+    const char *tier; /* cpu: the instruction sets to use, as csa_backend_describe lists them; NULL: the best
+                         that the processor has */
 } csa_context_options;
 
 /* options may be NULL: all defaults. They are copied; the callbacks and what they use must stay valid until the
@@ -245,6 +247,9 @@ CSA_API void csa_context_destroy(csa_context *context);
 /* Which back end a context runs (never CSA_BACKEND_DEFAULT), and on how many threads. */
 CSA_API csa_backend csa_context_backend(const csa_context *context);
 CSA_API int32_t csa_context_threads(const csa_context *context);
+
+/* The instruction sets a cpu context uses, such as "avx512-bf16"; "none" for other back ends. */
+CSA_API const char *csa_context_tier(const csa_context *context);
 
 /* "ref", "cpu", "cuda" or "default". Never NULL. */
 CSA_API const char *csa_backend_name(csa_backend backend);
@@ -398,9 +403,10 @@ typedef struct csa_summarize_args {
 /* Decode: one token per request, T = requests. Ring capacity at least 7. */
 CSA_API csa_status csa_summarize_decode(const csa_context *context, const csa_summarize_args *args);
 
-/* Verify: query_len tokens per request, drafts included; with query_start, up to query_len. Ring capacity at
- * least max(8, 6 + query_len). Up to query_len - 1 rejected drafts are undone by the next step, which
- * overwrites their rows and, when the region closes again, its summary: nothing has to be called. */
+/* Verify: query_len tokens per request, drafts included; with query_start, up to query_len. (Owners do not
+ * decide here: a request's tokens stand together.) Ring capacity at least max(8, 6 + query_len). Up to
+ * query_len - 1 rejected drafts are undone by the next step, which overwrites their rows and, when the region
+ * closes again, its summary: nothing has to be called. */
 CSA_API csa_status csa_summarize_verify(const csa_context *context, const csa_summarize_args *args);
 
 /* Prefill: any number of tokens of many requests; a chunk may start anywhere. Positions of a request ascend

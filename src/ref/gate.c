@@ -6,8 +6,7 @@
 
 uint16_t csa_ref_gated(uint16_t attention, uint16_t gate)
 {
-    float sigmoid = 1.0F / (1.0F + expf(-csa_bf16_to_float(gate)));
-    return csa_float_to_bf16(csa_bf16_to_float(attention) * csa_round_bf16(sigmoid));
+    return csa_float_to_bf16(csa_bf16_to_float(attention) * csa_gate_factor(gate));
 }
 
 static void gate_token(void *data, int64_t token)

@@ -152,16 +152,6 @@ static void cache_half(const csa_tensor *kv, void *destination, const uint16_t *
         ((uint8_t *)destination)[i] = csa_float_to_e4m3(csa_bf16_to_float(x[i]) / (scale ? *scale : 1.0F));
 }
 
-/* The cache row of an active token; NULL if nothing is to be written. */
-static char *cache_row(const csa_prepare_args *a, int64_t token, int64_t group)
-{
-    if (!a->cache || !csa_present(&a->cache->kv) || !csa_token_active(a->tokens, token))
-        return NULL;
-    const csa_tensor *kv = &a->cache->kv;
-    int64_t slot = csa_i64(&a->tokens->slots, token), block = slot / kv->shape[2];
-    return block < kv->shape[0] ? csa_at(kv, block, group, slot % kv->shape[2]) : NULL;
-}
-
 static void attention_group(const csa_prepare_args *a, int64_t token, int64_t group, int64_t position,
                             bool zero)
 {
@@ -176,7 +166,7 @@ static void attention_group(const csa_prepare_args *a, int64_t token, int64_t gr
         memcpy(csa_at(&a->key_out, token, group, 0), key, sizeof key);
     if (csa_present(&a->value_out))
         memcpy(csa_at(&a->value_out, token, group, 0), value, sizeof value);
-    char *row = cache_row(a, token, group);
+    char *row = csa_cache_row(a->tokens, a->cache, token, group);
     if (row) {
         cache_half(&a->cache->kv, row, key, a->cache->k_scale);
         cache_half(&a->cache->kv, row + CSA_HEAD_SIZE * csa_itemsize(a->cache->kv.dtype), value,
@@ -190,9 +180,7 @@ static void prepare_token(void *data, int64_t token)
 {
     const csa_prepare_args *a = data;
     int64_t position = csa_token_position(a->tokens, token);
-    bool outside = position < 0 || position >= a->index_rope.shape[0];
-    if (csa_present(&a->rope) && position >= a->rope.shape[0])
-        outside = true;
+    bool outside = !csa_in_table(&a->index_rope, position) || !csa_in_table(&a->rope, position);
     index_query(a, token, position, outside);
     index_weights(a, token, outside);
     index_key(a, token, position, outside);

@@ -18,7 +18,8 @@ try() { # try NAME CMAKE-ARGUMENT...
     echo "$1: $("$tmp/$1/consumer")"
 }
 try find_package -DCMAKE_PREFIX_PATH="$tmp/prefix"
-try add_subdirectory -DCSA_SUBDIRECTORY="$root"
+# Debug: builds the library once more, as fast as may be.
+try add_subdirectory -DCSA_SUBDIRECTORY="$root" -DCMAKE_BUILD_TYPE=Debug
 
 PKG_CONFIG_PATH=$(dirname "$(find "$tmp/prefix" -name csa.pc)")
 export PKG_CONFIG_PATH
