@@ -36,22 +36,50 @@ static int64_t given_owner(const csa_tokens *k, int64_t token)
     return csa_present(&k->owners) ? csa_i64(&k->owners, token) : csa_token_owner(k, token);
 }
 
-/* An active token's owner and, if it is to be cached, its slot, which must agree with its position. */
-static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written,
-                        int64_t token)
+/* A slot must lie in the cache, have its position's offset and, where a table is given, lie in the table's
+ * block. */
+static void check_slot(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, int64_t token)
 {
-    int64_t owner = given_owner(k, token);
-    int64_t position = csa_token_position(k, token);
-    expect(c, "owner of token", token, owner, 0, csa_token_requests(k) - 1);
-    if (!written || !cache)
-        return;
-    int64_t slot = csa_i64(&k->slots, token), size = block_size(cache);
+    int64_t slot = csa_i64(&k->slots, token), position = csa_token_position(k, token), size = block_size(cache);
     expect(c, "tokens.slots", token, slot, 0, cache->shape[0] * size - 1);
     if (slot % size != position % size)
         csa_refuse(c, CSA_ERROR_ID,
                    "tokens.slots[%lld] is %lld, offset %lld of its block, but position %lld has %lld",
                    (long long)token, (long long)slot, (long long)(slot % size), (long long)position,
                    (long long)(position % size));
+    if (c->status != CSA_OK || !csa_present(&k->block_table))
+        return;
+    int64_t block =
+        csa_mapped_block(&k->block_table, csa_token_owner(k, token), position / size, cache->shape[0]);
+    if (block >= 0 && block != slot / size)
+        csa_refuse(
+            c, CSA_ERROR_ID,
+            "tokens.slots[%lld] is %lld, in block %lld, but the block table has block %lld for position %lld",
+            (long long)token, (long long)slot, (long long)(slot / size), (long long)block, (long long)position);
+}
+
+/* Where a token stands can be said twice; then both must say the same. */
+static void check_said_twice(csa_checker *c, const csa_tokens *k, int64_t token, int64_t owner)
+{
+    if (!csa_present(&k->positions) || !csa_present(&k->seq_lens))
+        return;
+    int64_t position = csa_token_position(k, token);
+    int64_t other = csa_i32(&k->seq_lens, owner) - csa_token_first(k, owner + 1) + token;
+    if (position != other)
+        csa_refuse(c, CSA_ERROR_ID, "tokens.positions[%lld] is %lld, but tokens.seq_lens[%lld] puts it at %lld",
+                   (long long)token, (long long)position, (long long)owner, (long long)other);
+}
+
+/* An active token's owner, position and, if it is to be cached, its slot. */
+static void check_token(csa_checker *c, const csa_tokens *k, const csa_tensor *cache, bool written,
+                        int64_t token)
+{
+    int64_t owner = given_owner(k, token);
+    expect(c, "owner of token", token, owner, 0, csa_token_requests(k) - 1);
+    if (c->status == CSA_OK)
+        check_said_twice(c, k, token, owner);
+    if (c->status == CSA_OK && written && cache)
+        check_slot(c, k, cache, token);
 }
 
 static void check_seq_lens(csa_checker *c, const csa_tokens *k)
@@ -104,6 +132,19 @@ static void check_verify_lengths(csa_checker *c, const csa_tokens *k)
         expect(c, "tokens of request", i, csa_token_first(k, i + 1) - csa_token_first(k, i), 0, k->query_len);
 }
 
+/* Active neighbours of one request stand side by side. */
+static void check_ascending(csa_checker *c, const csa_tokens *k, int64_t count)
+{
+    for (int64_t token = 1; token < count && c->status == CSA_OK; token++) {
+        bool together = csa_token_active(k, token - 1) && csa_token_active(k, token) &&
+                        csa_token_owner(k, token - 1) == csa_token_owner(k, token);
+        int64_t before = csa_token_position(k, token - 1);
+        if (together && csa_token_position(k, token) - 1 != before)
+            csa_refuse(c, CSA_ERROR_ID, "token %lld stands at %lld, but its neighbour before it at %lld",
+                       (long long)token, (long long)csa_token_position(k, token), (long long)before);
+    }
+}
+
 void csa_check_summarize_ids(csa_checker *c, csa_op op, const csa_summarize_args *a)
 {
     bool metadata = op == CSA_OP_SUMMARIZE_METADATA;
@@ -113,6 +154,8 @@ void csa_check_summarize_ids(csa_checker *c, csa_op op, const csa_summarize_args
         check_rings(c, a->tokens, a->cache, count);
     if (op == CSA_OP_SUMMARIZE_VERIFY)
         check_verify_lengths(c, a->tokens);
+    if (op == CSA_OP_SUMMARIZE_PREFILL || metadata)
+        check_ascending(c, a->tokens, count);
 }
 
 /* Table entries of an owner's blocks 0 to the one of `position`. */

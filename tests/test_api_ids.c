@@ -60,7 +60,8 @@ static const bad_id bad_ids[] = {
      3,
      "tokens.slots[2] is 3, offset 3 of its block, but position 59 has 11"},
     {{P, LA, LP}, POSITION, 1, 0, 1 << 20, "position of token[1] is 1048576, expected 0 to"},
-    {{SC, DE, PR}, POSITION, 1, 0, 10000, "region of token[1] is 1250, expected 0 to"},
+    {{SC, DE, PR}, POSITION, 1, 0, 10000, "tokens.positions[1] is 10000, but tokens.seq_lens[1] puts it at 59"},
+    {{SD, SV, SC, DE}, SEQ_LEN, 2, 0, 99, "tokens.positions[2] is 59, but tokens.seq_lens[2] puts it at 98"},
     {{SD, SV, SP, SC, DE, PR, LA, LP}, SEQ_LEN, 2, 0, -1, "tokens.seq_lens[2] is -1, expected 0 to"},
     {{SP, SM, LP}, START, 2, 0, 9, "tokens.query_start[2] is 9, expected 1 to 4"},
     {{SP, SM, LP}, START, 2, 0, 0, "tokens.query_start[2] is 0, expected 1 to 4"},
@@ -193,6 +194,40 @@ static void random_ids_are_harmless(void **state)
     }
 }
 
+static void refused_with(calls *c, int call, const char *text)
+{
+    uint8_t *before = arena_snapshot(&c->w.memory);
+    CHECK(calls_run(c, strict, call) == CSA_ERROR_ID);
+    CHECKF(strstr(test_error(), text), "\"%s\", expected \"%s\"", test_error(), text);
+    CHECKF(arena_unchanged(&c->w.memory, before), "%s: something was written", test_error());
+    free(before);
+    calls_end(c);
+}
+
+/* Ids that are all in range, but contradict each other. */
+static void contradictions_are_named(void **state)
+{
+    (void)state;
+    calls c;
+    calls_make(&c, strict, shape());
+    c.w.step.seq_lens = (csa_tensor){0};
+    *(int64_t *)tensor_at(&c.w.step.positions, 1, 0, 0, 0) = 10000;
+    refused_with(&c, SC, "region of token[1] is 1250, expected 0 to");
+
+    calls_make(&c, strict, shape());
+    int64_t *slot = tensor_at(&c.w.step.slots, 2, 0, 0, 0);
+    *slot = *slot >= 16 ? *slot - 16 : *slot + 16; /* the neighbouring block */
+    refused_with(&c, SD, "but the block table has block");
+
+    world_shape two = shape();
+    two.query_len = 2;
+    calls_make(&c, strict, two);
+    c.w.step.seq_lens = (csa_tensor){0};
+    *(int64_t *)tensor_at(&c.w.step.positions, 1, 0, 0, 0) += 16;
+    c.w.step.block_table = (csa_tensor){0};
+    refused_with(&c, SP, "token 1 stands at");
+}
+
 /* Every id of an inactive token may be anything: checking calls accept it, and nothing but the others' rows is
  * written. */
 static void padding_is_not_looked_at(void **state)
@@ -253,11 +288,9 @@ static void checking_does_without_optional_tensors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bad_ids_are_named),
-        cmocka_unit_test(bad_ids_are_harmless),
-        cmocka_unit_test(random_ids_are_harmless),
-        cmocka_unit_test(padding_is_not_looked_at),
-        cmocka_unit_test(checking_does_without_optional_tensors),
+        cmocka_unit_test(bad_ids_are_named),        cmocka_unit_test(contradictions_are_named),
+        cmocka_unit_test(bad_ids_are_harmless),     cmocka_unit_test(random_ids_are_harmless),
+        cmocka_unit_test(padding_is_not_looked_at), cmocka_unit_test(checking_does_without_optional_tensors),
     };
     test_seed();
     return cmocka_run_group_tests(tests, make_contexts, end_contexts);

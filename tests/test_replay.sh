@@ -38,6 +38,19 @@ is exit 0
 is backend '"ref"'
 is threads 1
 
+# Every tier of the cpu back end, on two threads, the best one also on one and seven.
+for tier in avx512-bf16 avx512 avx2 plain; do
+    if "$csa" replay "$calls/select.safetensors" --tier $tier >"$out" 2>"$err"; then
+        expect 0 replay "${all[@]}" --tier $tier --threads 2
+        says ' 0 failed, '
+    else
+        says 'does not run here'
+        echo "skipped: no tier $tier here"
+    fi
+done
+for threads in 1 7; do expect 0 replay "${all[@]}" --threads $threads; done
+expect 3 replay "$calls/select.safetensors" --tier sse9
+
 # Alone it judges nothing.
 expect 1 replay "$context"
 

@@ -13,13 +13,14 @@
 #include "options.h"
 
 static const char help[] =
-    "usage: csa replay FILE... [--backend NAME] [--threads N] [--case GLOB] [--write OUT] [--bench N] "
-    "[--json]\n"
+    "usage: csa replay FILE... [--backend NAME] [--tier T] [--threads N] [--case GLOB] [--write OUT]\n"
+    "       [--bench N] [--json]\n"
     "\n"
     "Runs every recorded call of captures and compares the outputs. Attention, scores and selections are also\n"
     "judged by the tool's own arithmetic, so that for these a case needs no recorded output.\n"
     "\n"
     "  --backend NAME  ref, cpu, cuda or default\n"
+    "  --tier T        instruction sets of the cpu back end, as `csa info` lists them (the best)\n"
     "  --threads N     pieces a call is cut into\n"
     "  --case GLOB     only cases whose name matches; * matches / too\n"
     "  --write OUT     write the inputs with what was computed as a capture (one FILE)\n"
@@ -39,7 +40,7 @@ typedef struct settings {
     tool_operands files;
     csa_backend backend;
     int64_t threads, bench;
-    const char *glob, *out;
+    const char *glob, *out, *tier;
     bool json;
 } settings;
 
@@ -227,13 +228,10 @@ int tool_replay(int argc, char **argv)
 {
     settings s = {.backend = CSA_BACKEND_DEFAULT};
     const tool_option options[] = {
-        {"FILE", OPTION_OPERANDS, &s.files, 0, 0},
-        {"--backend", OPTION_BACKEND, &s.backend, 0, 0},
-        {"--threads", OPTION_NUMBER, &s.threads, 1, 4096},
-        {"--case", OPTION_TEXT, &s.glob, 0, 0},
-        {"--write", OPTION_TEXT, &s.out, 0, 0},
-        {"--bench", OPTION_NUMBER, &s.bench, 1, 100000},
-        {"--json", OPTION_FLAG, &s.json, 0, 0},
+        {"FILE", OPTION_OPERANDS, &s.files, 0, 0},       {"--backend", OPTION_BACKEND, &s.backend, 0, 0},
+        {"--tier", OPTION_TEXT, &s.tier, 0, 0},          {"--threads", OPTION_NUMBER, &s.threads, 1, 4096},
+        {"--case", OPTION_TEXT, &s.glob, 0, 0},          {"--write", OPTION_TEXT, &s.out, 0, 0},
+        {"--bench", OPTION_NUMBER, &s.bench, 1, 100000}, {"--json", OPTION_FLAG, &s.json, 0, 0},
     };
     int code;
     if (!tool_options(argc, argv, options, sizeof options / sizeof options[0], help, &code))
@@ -241,8 +239,8 @@ int tool_replay(int argc, char **argv)
     if (s.files.count == 0 || (s.out != NULL && s.files.count > 1))
         return tool_fail(TOOL_USAGE, "replay", s.files.count == 0 ? "which FILE?" : "--write takes one FILE");
     replay run = {.bench = s.bench, .write = s.out != NULL};
-    run.options =
-        (csa_context_options){.size = sizeof run.options, .backend = s.backend, .threads = (int32_t)s.threads};
+    run.options = (csa_context_options){
+        .size = sizeof run.options, .backend = s.backend, .threads = (int32_t)s.threads, .tier = s.tier};
     csa_status status = csa_context_create(&run.options, &run.context);
     if (status != CSA_OK)
         return tool_library_error("replay", "csa_context_create", status);

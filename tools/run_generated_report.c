@@ -53,7 +53,7 @@ static void print_setting(const generated *g, const figures *f)
     printf("context   generated, seed %" PRId64 ": %" PRId64 " requests of %" PRId64 " tokens, %" PRId64
            " passages about %d topics, %" PRId64 " needles each\n",
            o->seed, o->requests, o->prompt, g->source.passages, GENERATE_TOPICS, o->needles);
-    printf("layer     %" PRId64 " groups of %" PRId64 " heads, %" PRId64 " index heads, topk %" PRId64
+    printf("layer     KV groups %" PRId64 ", heads %" PRId64 ", index heads %" PRId64 " each; topk %" PRId64
            " of %" PRId64 " regions, KV %s, summaries: %s\n",
            o->groups, o->heads, o->index_heads, o->topk.items[0], o->prompt / CSA_REGION, o->kv,
            o->plain_mean ? "plain means" : "softmax of z");
