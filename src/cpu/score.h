@@ -14,6 +14,7 @@ enum {
     SCORE_HEADS = 64, /* heads whose queries are kept decoded, 32 KiB; one token may need twice that */
     SCORE_QUADS = CSA_MAX_GROUPS * CSA_MAX_HEADS / 4,
     SCORE_VECTORS = CSA_SUMMARY_SIZE / (2 * LANES),
+    SCORE_AHEAD = 8, /* blocks of LANES regions between prefetch and use */
     SCORE_TILE = LANES / 4, /* regions of one transpose */
     SCORE_MIN_SPAN = 512
 };
@@ -97,10 +98,17 @@ static inline vf score_quad(const score_columns *c, int quad, vp keys[][SCORE_TI
     vf acc[LANES];
     for (int i = 0; i < LANES; i++)
         acc[i] = vf_set1(0);
-    for (int v = 0; v < SCORE_VECTORS; v++)
-        for (int r = 0; r < SCORE_TILE; r++)
-            for (int h = 0; h < 4; h++)
-                acc[r * 4 + h] = vf_dot(acc[r * 4 + h], keys[v][r], c->query[quad][v][h]);
+#pragma GCC unroll 1
+    for (int v = 0; v < SCORE_VECTORS; v++) {
+        const vp *q = c->query[quad][v], q0 = q[0], q1 = q[1], q2 = q[2], q3 = q[3];
+        for (int r = 0; r < SCORE_TILE; r++) {
+            vp key = keys[v][r];
+            acc[r * 4] = vf_dot(acc[r * 4], key, q0);
+            acc[r * 4 + 1] = vf_dot(acc[r * 4 + 1], key, q1);
+            acc[r * 4 + 2] = vf_dot(acc[r * 4 + 2], key, q2);
+            acc[r * 4 + 3] = vf_dot(acc[r * 4 + 3], key, q3);
+        }
+    }
     return vf_fma(c->weights[quad], vf_max(vf_sums(acc), vf_set1(0)), chain);
 }
 
@@ -140,22 +148,25 @@ static void score_block(const csa_score_args *a, const score_columns *c, const u
     }
 }
 
+/* Asks for LANES regions' summaries; what is not mapped or past the end costs nothing. */
+static void score_prefetch(const csa_score_args *a, int64_t request, int64_t region)
+{
+    const uint8_t *summaries[LANES];
+    score_find(a, request, region, summaries);
+    for (int i = 0; i < LANES; i++)
+        for (int line = 0; line < CSA_SUMMARY_SIZE; line += 64)
+            __builtin_prefetch(summaries[i] + line, 0, 2);
+}
+
 /* Regions [first, end) for the columns' rows, all of one request. */
 static void score_span(const csa_score_args *a, const score_columns *c, int64_t request, int64_t first,
                        int64_t end)
 {
-    const uint8_t *now[LANES], *next[LANES];
-    unsigned missing = score_find(a, request, first, now), missing_next = 0;
     for (int64_t region = first; region < end; region += LANES) {
-        if (region + LANES < end) {
-            missing_next = score_find(a, request, region + LANES, next);
-            for (int i = 0; i < LANES; i++)
-                for (int line = 0; line < CSA_SUMMARY_SIZE; line += 64)
-                    __builtin_prefetch(next[i] + line, 0, 3);
-        }
-        score_block(a, c, now, region, missing);
-        memcpy(now, next, sizeof now);
-        missing = missing_next;
+        const uint8_t *summaries[LANES];
+        unsigned missing = score_find(a, request, region, summaries);
+        score_prefetch(a, request, region + SCORE_AHEAD * LANES);
+        score_block(a, c, summaries, region, missing);
     }
 }
 
