@@ -43,17 +43,17 @@ typedef struct attend_row {
     int64_t token, group, heads, owner, last; /* last: region of the row's position */
     const int64_t *entries;                   /* of its list that are live */
     int count, last_tokens;                   /* of these; tokens of the last region */
-    int64_t token_bytes;
+    int64_t token_bytes, row_bytes;
     float scale;                  /* of dots, to base 2 */
     vp query[PAIRS * HEAD_LANES]; /* wide: [pair][heads]; narrow: [quad][vector][head of quad] */
 } attend_row;
 
-/* A tile's keys and values, ready to use. */
+/* A tile's keys and values, ready to use, and where the next tile's rows are. */
 typedef struct attend_tile {
-    const uint16_t *key[TILE_TOKENS];
-    uint32_t values[TILE_TOKENS / 2][CSA_HEAD_SIZE]; /* pairs (even token, odd token) */
     int tokens[TILE];
-    uint16_t decoded[TILE_TOKENS][CSA_KV_SIZE]; /* e4m3 caches */
+    const char *next[TILE_TOKENS];
+    uint32_t keys[TILE_TOKENS][PAIRS];
+    uint32_t values[TILE_TOKENS / 2][CSA_HEAD_SIZE]; /* pairs (even token, odd token) */
 } attend_tile;
 
 static const uint16_t attend_zeros[CSA_KV_SIZE];
@@ -77,34 +77,45 @@ static void attend_pair_values(const uint16_t *even, const uint16_t *odd, uint32
         vi_store(to + i, (vi)vf_load_bf16(even + i) >> 16 | (vi)vf_load_bf16(odd + i));
 }
 
-static void attend_prefetch(const attend_row *row, const attend_region *regions, int count)
+/* Asks for a cache line of a later token's row. Done between computations: requests that pile up are dropped.
+ */
+static inline void attend_ask(const attend_row *row, const char *later, int line)
 {
-    int64_t bytes = CSA_KV_SIZE * csa_itemsize(row->args->cache->kv.dtype);
-    for (int i = 0; i < count && i < TILE; i++)
-        for (int t = 0; t < regions[i].tokens; t++)
-            for (int64_t line = 0; line < bytes; line += 64)
-                __builtin_prefetch(regions[i].kv + t * row->token_bytes + line, 0, 2);
+    if (line * 64 < row->row_bytes)
+        __builtin_prefetch(later + line * 64, 0, 2);
 }
 
-/* The next TILE regions, as far as there are. What is missing has zero keys and values. */
-static void attend_load(const attend_row *row, const attend_region *regions, int count, attend_tile *tile)
+/* A token's row in bf16: in place, or decoded into `room`; zeros for a token that is not seen. */
+static const uint16_t *attend_token(const attend_row *row, const attend_region *region, int t, bool seen,
+                                    uint16_t *room)
 {
-    bool coded = row->args->cache->kv.dtype == CSA_E4M3;
-    for (int r = 0; r < TILE; r++) {
-        tile->tokens[r] = r < count ? regions[r].tokens : 0;
-        const uint16_t *rows[CSA_REGION];
-        for (int t = 0; t < CSA_REGION; t++) {
-            bool seen = t < tile->tokens[r];
-            rows[t] = seen ? (const void *)(regions[r].kv + t * row->token_bytes) : attend_zeros;
-            if (seen && coded) {
-                attend_decode((const void *)rows[t], tile->decoded[r * CSA_REGION + t]);
-                rows[t] = tile->decoded[r * CSA_REGION + t];
-            }
-            tile->key[r * CSA_REGION + t] = rows[t];
-        }
-        for (int t = 0; t < CSA_REGION; t += 2)
-            attend_pair_values(rows[t] + CSA_HEAD_SIZE, rows[t + 1] + CSA_HEAD_SIZE,
-                               tile->values[(r * CSA_REGION + t) / 2]);
+    if (!seen)
+        return attend_zeros;
+    const char *token = region->kv + t * row->token_bytes;
+    if (row->args->cache->kv.dtype == CSA_BF16)
+        return (const void *)token;
+    attend_decode((const void *)token, room);
+    return room;
+}
+
+/* The next TILE regions, as far as there are: `count` belong to the unit, `listed` are known. */
+static void attend_load(const attend_row *row, const attend_region *regions, int count, int listed,
+                        attend_tile *tile)
+{
+    uint16_t room[2][CSA_KV_SIZE];
+    for (int i = 0; i < TILE_TOKENS; i += 2) {
+        int r = i / CSA_REGION, t = i % CSA_REGION, seen = r < count ? regions[r].tokens : 0;
+        tile->tokens[r] = seen;
+        const uint16_t *even = attend_token(row, &regions[r], t, t < seen, room[0]);
+        const uint16_t *odd = attend_token(row, &regions[r], t + 1, t + 1 < seen, room[1]);
+        memcpy(tile->keys[i], even, sizeof tile->keys[i]);
+        memcpy(tile->keys[i + 1], odd, sizeof tile->keys[i]);
+        attend_pair_values(even + CSA_HEAD_SIZE, odd + CSA_HEAD_SIZE, tile->values[i / 2]);
+    }
+    for (int i = 0; i < TILE_TOKENS; i++) {
+        int r = i / CSA_REGION + TILE, t = i % CSA_REGION;
+        bool later = r < listed && t < regions[r].tokens;
+        tile->next[i] = later ? regions[r].kv + t * row->token_bytes : (const char *)attend_zeros;
     }
 }
 
@@ -137,20 +148,23 @@ static void wide_query(attend_row *row)
         row->query[i] = vp_load(&pairs[0][0] + i * LANES);
 }
 
-/* logits[token][heads] of one region. */
-static inline void wide_logits(const attend_row *row, const uint16_t *const *key, vf (*logits)[HEAD_LANES])
+/* logits[token][heads] of the region whose first key is keys[0]. */
+static inline void wide_logits(const attend_row *row, const uint32_t (*keys)[PAIRS], const char *const *next,
+                               vf (*logits)[HEAD_LANES])
 {
-    for (int t = 0; t < CSA_REGION; t += CSA_REGION / HEAD_LANES) {
-        vf acc[CSA_REGION / HEAD_LANES][HEAD_LANES];
-        for (int i = 0; i < CSA_REGION / HEAD_LANES; i++)
+    enum { TOKENS = CSA_REGION / HEAD_LANES, PART = PAIRS / CSA_REGION };
+    for (int t = 0; t < CSA_REGION; t += TOKENS) {
+        vf acc[TOKENS][HEAD_LANES];
+        for (int i = 0; i < TOKENS; i++)
             for (int h = 0; h < HEAD_LANES; h++)
                 acc[i][h] = vf_set1(0);
-        for (int pair = 0; pair < PAIRS; pair++)
-            for (int i = 0; i < CSA_REGION / HEAD_LANES; i++) {
-                uint32_t k;
-                memcpy(&k, key[t + i] + 2 * pair, sizeof k);
-                for (int h = 0; h < HEAD_LANES; h++)
-                    acc[i][h] = vf_dot(acc[i][h], row->query[pair * HEAD_LANES + h], vp_set1(k));
+        for (int pair = 0; pair < PAIRS; pair += PART)
+            for (int p = 0; p < PART; p++) {
+                attend_ask(row, next[pair / PART], p);
+                for (int i = 0; i < TOKENS; i++)
+                    for (int h = 0; h < HEAD_LANES; h++)
+                        acc[i][h] = vf_dot(acc[i][h], row->query[(pair + p) * HEAD_LANES + h],
+                                           vp_set1(keys[t + i][pair + p]));
             }
         memcpy(logits[t], acc, sizeof acc);
     }
@@ -184,13 +198,16 @@ static inline void wide_values(attend_sums *s, const attend_tile *tile, const vf
 {
     for (int d = 0; d < CSA_HEAD_SIZE; d += WIDE_DIMS) {
         vf acc[WIDE_DIMS][HEAD_LANES];
+#pragma GCC unroll 24
         for (int i = 0; i < WIDE_DIMS; i++)
             for (int h = 0; h < HEAD_LANES; h++)
                 acc[i][h] = vf_load(s->acc + (d + i) * CSA_MAX_HEADS + h * LANES) * factor[h];
         for (int pair = 0; pair < TILE_TOKENS / 2; pair++)
+#pragma GCC unroll 24
             for (int i = 0; i < WIDE_DIMS; i++)
                 for (int h = 0; h < HEAD_LANES; h++)
                     acc[i][h] = vf_dot(acc[i][h], pairs[pair][h], vp_set1(tile->values[pair][d + i]));
+#pragma GCC unroll 24
         for (int i = 0; i < WIDE_DIMS; i++)
             for (int h = 0; h < HEAD_LANES; h++)
                 vf_store(s->acc + (d + i) * CSA_MAX_HEADS + h * LANES, acc[i][h]);
@@ -202,7 +219,8 @@ static void wide_tile(const attend_row *row, const attend_tile *tile, attend_sum
     vf logits[TILE_TOKENS][HEAD_LANES], factor[HEAD_LANES];
     vp pairs[TILE_TOKENS / 2][HEAD_LANES];
     for (int r = 0; r < TILE; r++)
-        wide_logits(row, tile->key + r * CSA_REGION, logits + r * CSA_REGION);
+        wide_logits(row, (const uint32_t(*)[PAIRS])tile->keys + r * CSA_REGION, tile->next + r * CSA_REGION,
+                    logits + r * CSA_REGION);
     for (int h = 0; h < HEAD_LANES; h++)
         factor[h] = wide_softmax(s, h, tile, logits, row->scale, pairs);
     wide_values(s, tile, factor, pairs);
@@ -226,14 +244,17 @@ static void narrow_query(attend_row *row)
 }
 
 /* Logits of token t of each of NARROW_REGIONS regions, lane region * 4 + head of the quad. */
-static inline vf narrow_logits(const vp *query, const uint16_t *const *key, int t)
+static inline vf narrow_logits(const attend_row *row, const vp *query, const uint32_t (*keys)[PAIRS],
+                               const char *const *next, int t)
 {
     vf acc[LANES];
     for (int i = 0; i < LANES; i++)
         acc[i] = vf_set1(0);
     for (int v = 0; v < KEY_VECTORS; v++)
         for (int r = 0; r < NARROW_REGIONS; r++) {
-            vp k = vp_load(key[r * CSA_REGION + t] + v * 2 * LANES);
+            vp k = vp_load(keys[r * CSA_REGION + t] + v * LANES);
+            for (int line = v; line < CSA_KV_SIZE * 2 / 64; line += KEY_VECTORS)
+                attend_ask(row, next[r * CSA_REGION + t], line);
             for (int h = 0; h < 4; h++)
                 acc[r * 4 + h] = vf_dot(acc[r * 4 + h], k, query[v * 4 + h]);
         }
@@ -245,12 +266,15 @@ static inline void narrow_softmax(attend_sums *s, int quad, const int *tokens, v
                                   uint32_t (*pairs)[LANES])
 {
     float lanes[LANES], base[LANES];
-    uint32_t seen[LANES];
+    uint32_t seen[LANES] = {0};
     vf max = vf_set1(-INFINITY), sum = vf_set1(0);
+    bool all = true;
+    for (int r = 0; r < NARROW_REGIONS; r++)
+        all = all && tokens[r] == CSA_REGION;
     for (int t = 0; t < CSA_REGION; t++) {
-        for (int i = 0; i < LANES; i++)
+        for (int i = 0; !all && i < LANES; i++)
             seen[i] = t < tokens[i / 4] ? UINT32_MAX : 0;
-        logits[t] = vf_choose(vi_load(seen), logits[t], vf_set1(-INFINITY));
+        logits[t] = all ? logits[t] : vf_choose(vi_load(seen), logits[t], vf_set1(-INFINITY));
         max = vf_max(logits[t], max);
     }
     vf_store(lanes, max);
@@ -314,7 +338,9 @@ static void narrow_tile(const attend_row *row, const attend_tile *tile, attend_s
             uint32_t pairs[CSA_REGION / 2][LANES];
             const vp *query = row->query + quad * KEY_VECTORS * 4;
             for (int t = 0; t < CSA_REGION; t++)
-                logits[t] = narrow_logits(query, tile->key + r * CSA_REGION, t) * row->scale;
+                logits[t] = narrow_logits(row, query, (const uint32_t(*)[PAIRS])tile->keys + r * CSA_REGION,
+                                          tile->next + r * CSA_REGION, t) *
+                            row->scale;
             narrow_softmax(s, quad, tile->tokens + r, logits, factor, pairs);
             narrow_values(acc, factor, tile->values + r * CSA_REGION / 2, pairs, 0);
             if (row->heads - quad * 4 > 2)
@@ -337,22 +363,22 @@ static void attend_clear(attend_sums *s)
         s->max[h] = -INFINITY;
 }
 
-/* The regions of a unit that contribute tokens. */
-static int attend_list(const attend_row *row, int unit, attend_region *regions)
+/* The regions among the list's entries [first, end) that contribute tokens. */
+static int attend_list(const attend_row *row, int first, int end, attend_region *regions)
 {
     const csa_tensor *kv = &row->args->cache->kv;
     unsigned shift = (unsigned)__builtin_ctzll((unsigned long long)kv->shape[2]);
-    int end = (unit + 1) * UNIT < row->count ? (unit + 1) * UNIT : row->count, count = 0;
-    for (int i = unit * UNIT; i < end; i++) {
+    int count = 0;
+    for (int i = first; i < end && i < row->count; i++) {
         int64_t region = row->entries[i];
         if (region < 0 || region > row->last)
             continue;
-        int64_t first = region * CSA_REGION;
+        int64_t token = region * CSA_REGION;
         int64_t block =
-            csa_mapped_block(&row->args->tokens->block_table, row->owner, first >> shift, kv->shape[0]);
+            csa_mapped_block(&row->args->tokens->block_table, row->owner, token >> shift, kv->shape[0]);
         if (block < 0)
             continue;
-        regions[count].kv = csa_at(kv, block, row->group, first & (kv->shape[2] - 1));
+        regions[count].kv = csa_at(kv, block, row->group, token & (kv->shape[2] - 1));
         regions[count++].tokens = region == row->last ? row->last_tokens : CSA_REGION;
     }
     return count;
@@ -361,15 +387,15 @@ static int attend_list(const attend_row *row, int unit, attend_region *regions)
 static void attend_unit(const attend_row *row, int unit, attend_sums *s)
 {
     attend_tile tile;
-    attend_region regions[UNIT];
-    int count = attend_list(row, unit, regions);
+    attend_region regions[UNIT + TILE]; /* and those that follow, to ask for */
+    int count = attend_list(row, unit * UNIT, (unit + 1) * UNIT, regions);
+    int listed = count + attend_list(row, (unit + 1) * UNIT, (unit + 1) * UNIT + TILE, regions + count);
     attend_clear(s);
     s->first = unit;
     s->units = 1;
     s->any = count > 0;
     for (int i = 0; i < count; i += TILE) {
-        attend_load(row, regions + i, count - i, &tile);
-        attend_prefetch(row, regions + i + TILE, count - i - TILE);
+        attend_load(row, regions + i, count - i, listed - i, &tile);
         if (attend_is_wide(row))
             wide_tile(row, &tile, s);
         else
@@ -453,6 +479,7 @@ static void attend_start(attend_row *row)
 {
     const csa_tensor *kv = &row->args->cache->kv;
     row->token_bytes = kv->stride[2] * csa_itemsize(kv->dtype);
+    row->row_bytes = CSA_KV_SIZE * csa_itemsize(kv->dtype);
     row->scale = row->args->scale * 0x1.715476p0F; /* log2(e) */
     if (kv->dtype == CSA_E4M3 && row->args->cache->k_scale)
         row->scale *= *row->args->cache->k_scale;

@@ -14,7 +14,7 @@ enum {
     SCORE_HEADS = 64, /* heads whose queries are kept decoded, 32 KiB; one token may need twice that */
     SCORE_QUADS = CSA_MAX_GROUPS * CSA_MAX_HEADS / 4,
     SCORE_VECTORS = CSA_SUMMARY_SIZE / (2 * LANES),
-    SCORE_AHEAD = 8, /* blocks of LANES regions between prefetch and use */
+    SCORE_AHEAD = 2,        /* blocks of LANES regions between prefetch and use */
     SCORE_TILE = LANES / 4, /* regions of one transpose */
     SCORE_MIN_SPAN = 512
 };
@@ -98,17 +98,13 @@ static inline vf score_quad(const score_columns *c, int quad, vp keys[][SCORE_TI
     vf acc[LANES];
     for (int i = 0; i < LANES; i++)
         acc[i] = vf_set1(0);
-#pragma GCC unroll 1
-    for (int v = 0; v < SCORE_VECTORS; v++) {
-        const vp *q = c->query[quad][v], q0 = q[0], q1 = q[1], q2 = q[2], q3 = q[3];
-        for (int r = 0; r < SCORE_TILE; r++) {
-            vp key = keys[v][r];
-            acc[r * 4] = vf_dot(acc[r * 4], key, q0);
-            acc[r * 4 + 1] = vf_dot(acc[r * 4 + 1], key, q1);
-            acc[r * 4 + 2] = vf_dot(acc[r * 4 + 2], key, q2);
-            acc[r * 4 + 3] = vf_dot(acc[r * 4 + 3], key, q3);
+#pragma GCC unroll 1 /* a tile's keys and accumulators just fit the registers */
+    for (int v = 0; v < SCORE_VECTORS; v++)
+        for (int h = 0; h < 4; h++) {
+            vp query = c->query[quad][v][h];
+            for (int r = 0; r < SCORE_TILE; r++)
+                acc[r * 4 + h] = vf_dot(acc[r * 4 + h], keys[v][r], query);
         }
-    }
     return vf_fma(c->weights[quad], vf_max(vf_sums(acc), vf_set1(0)), chain);
 }
 
@@ -127,35 +123,34 @@ static void score_store(const csa_score_args *a, const score_row_quads *row, int
         to[region + i] = missing >> i & 1 ? 0 : out[i];
 }
 
-static void score_block(const csa_score_args *a, const score_columns *c, const uint8_t **summaries,
-                        int64_t region, unsigned missing)
+/* Decodes a tile's summaries, and asks for one region of a later block with each: requests to memory that pile
+ * up are dropped. */
+static inline void score_decode(const uint8_t **summaries, const uint8_t **later, vp keys[][SCORE_TILE])
 {
-    vp keys[4][SCORE_VECTORS][SCORE_TILE];
-    for (int t = 0; t < 4; t++)
-        for (int r = 0; r < SCORE_TILE; r++)
-            for (int v = 0; v < SCORE_VECTORS; v += 2)
-                vp_decode(summaries[t * SCORE_TILE + r] + (size_t)v * 2 * LANES, &keys[t][v][r],
-                          &keys[t][v + 1][r]);
-    for (int i = 0; i < c->row_count; i++) {
-        const score_row_quads *row = &c->rows[i];
-        vf chain[4];
-        for (int t = 0; t < 4; t++) {
-            chain[t] = vf_set1(0);
-            for (int quad = row->first; quad < row->first + row->count; quad++)
-                chain[t] = score_quad(c, quad, keys[t], chain[t]);
-        }
-        score_store(a, row, region, vf_chains(chain), missing);
+    for (int r = 0; r < SCORE_TILE; r++) {
+        for (int line = 0; line < CSA_SUMMARY_SIZE; line += 64)
+            __builtin_prefetch(later[r] + line, 0, 3);
+        for (int v = 0; v < SCORE_VECTORS; v += 2)
+            vp_decode(summaries[r] + (size_t)v * 2 * LANES, &keys[v][r], &keys[v + 1][r]);
     }
 }
 
-/* Asks for LANES regions' summaries; what is not mapped or past the end costs nothing. */
-static void score_prefetch(const csa_score_args *a, int64_t request, int64_t region)
+/* LANES regions for all rows; a tile's keys serve every row before the next tile is decoded. */
+static void score_block(const csa_score_args *a, const score_columns *c, const uint8_t **summaries,
+                        const uint8_t **later, int64_t region, unsigned missing)
 {
-    const uint8_t *summaries[LANES];
-    score_find(a, request, region, summaries);
-    for (int i = 0; i < LANES; i++)
-        for (int line = 0; line < CSA_SUMMARY_SIZE; line += 64)
-            __builtin_prefetch(summaries[i] + line, 0, 2);
+    vf chain[SCORE_QUADS][4];
+    for (int t = 0; t < 4; t++) {
+        vp keys[SCORE_VECTORS][SCORE_TILE];
+        score_decode(summaries + t * SCORE_TILE, later + t * SCORE_TILE, keys);
+        for (int i = 0; i < c->row_count; i++) {
+            chain[i][t] = vf_set1(0);
+            for (int quad = c->rows[i].first; quad < c->rows[i].first + c->rows[i].count; quad++)
+                chain[i][t] = score_quad(c, quad, keys, chain[i][t]);
+        }
+    }
+    for (int i = 0; i < c->row_count; i++)
+        score_store(a, &c->rows[i], region, vf_chains(chain[i]), missing);
 }
 
 /* Regions [first, end) for the columns' rows, all of one request. */
@@ -163,10 +158,10 @@ static void score_span(const csa_score_args *a, const score_columns *c, int64_t 
                        int64_t end)
 {
     for (int64_t region = first; region < end; region += LANES) {
-        const uint8_t *summaries[LANES];
+        const uint8_t *summaries[LANES], *later[LANES];
         unsigned missing = score_find(a, request, region, summaries);
-        score_prefetch(a, request, region + SCORE_AHEAD * LANES);
-        score_block(a, c, summaries, region, missing);
+        score_find(a, request, region + SCORE_AHEAD * LANES, later);
+        score_block(a, c, summaries, later, region, missing);
     }
 }
 
