@@ -316,7 +316,7 @@ void csa_check_gate(csa_checker *c, const csa_gate_args *from, csa_gate_args *to
     csa_check_tensor(c, "gate", &to->gate, 0, CSA_BF16, 2, &tokens, &heads);
     csa_check_tensor(c, "active", &to->active, CSA_ARG_OPTIONAL, CSA_BOOL, 1, &tokens);
     csa_check_tensor(c, "out", &to->out, CSA_ARG_OUT, CSA_BF16, 3, &tokens, &heads, &size);
-    csa_check_range(c, "heads", heads.extent, 1, CSA_MAX_GROUPS * CSA_MAX_HEADS);
+    csa_check_range(c, "heads", heads.extent, 1, (int64_t)CSA_MAX_GROUPS * CSA_MAX_HEADS);
 }
 
 csa_status csa_gate(const csa_context *context, const csa_gate_args *args)

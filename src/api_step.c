@@ -174,7 +174,7 @@ csa_status csa_plan_prefill(const csa_context *context, const csa_plan_args *arg
     csa_plan_args a;
     csa_checker c = csa_begin(context, "csa_plan_prefill");
     if (!plan)
-        csa_refuse(&c, CSA_ERROR_ARGUMENT, "plan is NULL");
+        return csa_fail(CSA_ERROR_ARGUMENT, "csa_plan_prefill: plan is NULL");
     check_plan_args(&c, args, &a);
     if (c.status != CSA_OK)
         return c.status;
@@ -390,7 +390,7 @@ csa_status csa_workspace_size(const csa_context_options *options, const csa_serv
     csa_context_options o;
     csa_serving s;
     if (!bytes)
-        csa_refuse(&c, CSA_ERROR_ARGUMENT, "bytes is NULL");
+        return csa_fail(CSA_ERROR_ARGUMENT, "csa_workspace_size: bytes is NULL");
     check_serving(&c, serving, &s);
     if (c.status == CSA_OK)
         c.status = csa_take_options(options, c.call, &o);

@@ -191,7 +191,9 @@ static inline vf wide_softmax(attend_sums *s, int h, const attend_tile *tile, vf
     return factor;
 }
 
-enum { WIDE_DIMS = HEAD_LANES == 1 ? 24 : 6 }; /* accumulators that stay in registers */
+enum {
+    WIDE_DIMS = HEAD_LANES == 1 ? 24 : 6
+}; /* accumulators that stay in registers, once loops are unrolled */
 
 static inline void wide_values(attend_sums *s, const attend_tile *tile, const vf *factor,
                                vp (*pairs)[HEAD_LANES])
@@ -202,11 +204,12 @@ static inline void wide_values(attend_sums *s, const attend_tile *tile, const vf
         for (int i = 0; i < WIDE_DIMS; i++)
             for (int h = 0; h < HEAD_LANES; h++)
                 acc[i][h] = vf_load(s->acc + (d + i) * CSA_MAX_HEADS + h * LANES) * factor[h];
-        for (int pair = 0; pair < TILE_TOKENS / 2; pair++)
+        for (int pair = 0; pair < TILE_TOKENS / 2; pair++) {
 #pragma GCC unroll 24
             for (int i = 0; i < WIDE_DIMS; i++)
                 for (int h = 0; h < HEAD_LANES; h++)
                     acc[i][h] = vf_dot(acc[i][h], pairs[pair][h], vp_set1(tile->values[pair][d + i]));
+        }
 #pragma GCC unroll 24
         for (int i = 0; i < WIDE_DIMS; i++)
             for (int h = 0; h < HEAD_LANES; h++)
