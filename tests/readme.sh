@@ -3,6 +3,7 @@
 # it links to exist.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck disable=SC2016 # fences of code, not expansions
 diff <(sed -n '/^```c$/,/^```$/p' README.md | sed '1d;$d') examples/minimal.c
 for document in README.md CONTRIBUTING.md docs/*.md; do
     folder=$(dirname "$document")
