@@ -148,7 +148,7 @@ static void check_plan_args(csa_checker *c, const csa_plan_args *from, csa_plan_
     csa_check_range(c, "groups", a->groups, 1, CSA_MAX_GROUPS);
     csa_check_range(c, "tokens", a->tokens, 0, INT32_MAX);
     csa_check_range(c, "requests", a->requests, 0, INT32_MAX);
-    csa_check_range(c, "regions", a->regions, 0, max_regions);
+    csa_check_range(c, "regions", a->regions, a->tokens > 0, max_regions);
 }
 
 /* A plan that can hold so many chunks; keeps an existing one's contents until they are replaced. */
@@ -361,7 +361,7 @@ static void check_serving(csa_checker *c, const csa_serving *from, csa_serving *
     s->index_heads = s->index_heads ? s->index_heads : CSA_INDEX_HEADS;
     s->block_size = s->block_size ? s->block_size : 64;
     s->topk = csa_check_topk(c, s->topk);
-    csa_check_range(c, "regions", s->regions, 0, max_regions);
+    csa_check_range(c, "regions", s->regions, s->decode_tokens > 0 || s->prefill_tokens > 0, max_regions);
     csa_check_range(c, "decode_tokens", s->decode_tokens, 0, INT32_MAX);
     csa_check_range(c, "prefill_tokens", s->prefill_tokens, 0, INT32_MAX);
     csa_check_range(c, "groups", s->groups, 1, CSA_MAX_GROUPS);

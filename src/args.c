@@ -69,6 +69,8 @@ static const char *dtype_name(csa_dtype dtype)
         return "fp32";
     case CSA_BF16:
         return "bf16";
+    case CSA_DTYPE(2, 16):
+        return "fp16";
     case CSA_BOOL:
         return "bool";
     case CSA_E4M3:
@@ -261,6 +263,9 @@ void csa_check_cache(csa_checker *c, const csa_cache *from, int needs, csa_dim *
     csa_dim summary = CSA_FIXED_DIM("summary size", CSA_SUMMARY_SIZE, "256");
     csa_dim ring_row = CSA_FIXED_DIM("ring row", CSA_RING_SIZE, "512");
     csa_take(c, to, from, sizeof *to, "csa_cache");
+    if (to->kv.ndim != 0 && to->kv.dtype != CSA_BF16 && to->kv.dtype != CSA_E4M3 && to->kv.dtype != CSA_U8)
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "cache.kv: dtype is %s (0x%x), expected bf16 or e4m3",
+                   dtype_name(to->kv.dtype), (unsigned)to->kv.dtype);
     csa_dtype kv_dtype = csa_either(&to->kv, CSA_E4M3, CSA_BF16); /* a text about e4m3 for all else */
     csa_check_tensor(c, "cache.kv", &to->kv, CSA_ARG_OPTIONAL | CSA_ARG_OUT, kv_dtype, 4, &blocks, groups,
                      &block_size, &row);

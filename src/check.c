@@ -118,9 +118,15 @@ void csa_check_prepare_ids(csa_checker *c, const csa_prepare_args *a)
 /* A request without active tokens is padding: its ring may be anything. */
 static void check_rings(csa_checker *c, const csa_tokens *k, const csa_cache *cache, int64_t count)
 {
+    if (count > 0 && csa_present(&cache->ring) && !csa_present(&k->ring_base))
+        csa_refuse(c, CSA_ERROR_ID,
+                   "cache.ring is given, but tokens.ring_base is absent: no request would have a ring");
     for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
         int64_t request = csa_token_active(k, token) ? csa_token_owner(k, token) : -1,
                 base = csa_token_ring(k, request);
+        if (base >= 0 && cache->ring_capacity > cache->ring.shape[0])
+            csa_refuse(c, CSA_ERROR_ID, "cache.ring_capacity is %lld, but cache.ring has %lld rows",
+                       (long long)cache->ring_capacity, (long long)cache->ring.shape[0]);
         if (base >= 0)
             expect(c, "tokens.ring_base", request, base, 0, cache->ring.shape[0] - cache->ring_capacity);
     }

@@ -50,7 +50,7 @@ int main(int argc, char **argv)
         help(stderr);
         return TOOL_USAGE;
     }
-    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
         help(stdout);
         return finish(TOOL_OK);
     }

@@ -31,9 +31,9 @@ static const char help[] =
     "judged; 3 a call is not supported here; 4 a broken capture or an unknown op\n"
     "\n"
     "examples:\n"
-    "  csa replay captures/scores.safetensors\n"
-    "  csa replay captures/*.safetensors --backend ref --json\n"
-    "  csa replay captures/steps.safetensors --case 'decode*' --bench 20\n"
+    "  csa replay captures/calls/scores.safetensors\n"
+    "  csa replay captures/calls/*.safetensors --backend ref --json\n"
+    "  csa replay captures/calls/steps.safetensors --case 'decode*' --bench 20\n"
     "  csa replay inputs.safetensors --write complete.safetensors\n";
 
 typedef struct settings {

@@ -32,9 +32,9 @@ int tool_library_error(const char *subcommand, const char *call, csa_status stat
 {
     char text[1024];
     if (csa_last_error(text, sizeof text) == 0)
-        snprintf(text, sizeof text, "no further text");
+        snprintf(text, sizeof text, "%s: %s", call, csa_status_name(status));
     int code = status == CSA_ERROR_UNSUPPORTED ? TOOL_UNSUPPORTED : TOOL_INTERNAL;
-    return tool_fail(code, subcommand, "%s: %s: %s", call, csa_status_name(status), text);
+    return tool_fail(code, subcommand, "%s", text); /* which begins with the call's name */
 }
 
 bool tool_backend(const char *name, csa_backend *backend)

@@ -303,7 +303,7 @@ typedef struct csa_tokens {
 
 /*
  * One layer's cache. Filled once. Blocks and groups may be strided (a block may carry its summaries beside
- * its KV); Byte offsets may exceed 32 bits.
+ * its KV). Byte offsets may exceed 32 bits.
  */
 typedef struct csa_cache {
     size_t size;
@@ -526,17 +526,18 @@ CSA_API csa_status csa_prefill(const csa_context *context, const csa_plan *plan,
 
 /*
  * What the host knows of a prefill step. positions may be upper bounds of the true ones, which the step reads
- * on the device to shorten its work. A row whose true position lies past its bound ranks only planned regions,
- * unspecified which (checking mode: an error).
+ * on the device to shorten its work. A row whose true position lies past the largest bound of the rows it is
+ * handled with ranks only planned regions, unspecified which (checking mode: an error).
  */
 typedef struct csa_plan_args {
     size_t size;
     const int64_t *positions; /* host [tokens]; negative: padding; NULL: bounded by regions alone */
     int64_t tokens;
     int64_t requests; /* the tokens belong to requests [0, requests); csa_layer's decode requests follow */
-    int64_t regions;  /* most regions any row of the step may see, csa_layer's decode rows included */
-    int32_t groups;   /* KV groups, 1 to 8; 0: 1 */
-    int32_t topk;     /* 0: 512 */
+    int64_t
+        regions;    /* most regions any row of the step may see, csa_layer's decode rows included; at least 1 */
+    int32_t groups; /* KV groups, 1 to 8; 0: 1 */
+    int32_t topk;   /* 0: 512 */
     bool invariant; /* the same bits as decode; false: as fast as possible within section 4's and 6's bounds */
 } csa_plan_args;
 
