@@ -3,30 +3,13 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "inspect.h"
+#include "judge.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* ---- Ranks ---- */
-
-/* A region and its score, to be sorted. */
-typedef struct place {
-    float score;
-    int64_t region;
-} place;
-
-/* Best first, as section 5 of the specification has it: NaN last, equal scores by region. */
-static int by_rank(const void *a, const void *b)
-{
-    const place *x = a, *y = b;
-    bool no_x = isnan(x->score), no_y = isnan(y->score);
-    if (no_x != no_y)
-        return no_x ? 1 : -1;
-    if (!no_x && x->score != y->score)
-        return x->score > y->score ? -1 : 1;
-    return x->region < y->region ? -1 : x->region > y->region;
-}
 
 static bool same_score(float a, float b)
 {
@@ -35,12 +18,12 @@ static bool same_score(float a, float b)
 
 static bool rank(inspect_row *r, const float *scores)
 {
-    place *places = calloc((size_t)r->ranked + 1, sizeof *places);
+    judge_ranked *places = calloc((size_t)r->ranked + 1, sizeof *places);
     r->order = calloc((size_t)r->ranked + 1, sizeof *r->order);
     for (int64_t i = 0; places && i < r->ranked; i++)
-        places[i] = (place){scores[i], i};
+        places[i] = (judge_ranked){scores[i], i};
     if (places)
-        qsort(places, (size_t)r->ranked, sizeof *places, by_rank);
+        qsort(places, (size_t)r->ranked, sizeof *places, judge_by_rank);
     for (int64_t i = 0; places && r->order && i < r->ranked; i++) {
         float score = scores[i];
         r->order[i] = places[i].region;

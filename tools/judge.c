@@ -208,15 +208,9 @@ bool judge_score_within(float got, float score, double bound)
 
 /* ---- Selection ---- */
 
-typedef struct ranked {
-    float score;
-    int64_t region;
-} ranked;
-
-/* Best first: NaN below all, equal scores by region. */
-static int by_rank(const void *a, const void *b)
+int judge_by_rank(const void *a, const void *b)
 {
-    const ranked *x = a, *y = b;
+    const judge_ranked *x = a, *y = b;
     bool no_x = isnan(x->score), no_y = isnan(y->score);
     if (no_x != no_y)
         return no_x ? 1 : -1;
@@ -246,12 +240,12 @@ bool judge_select(const float *scores, int64_t regions, int64_t current, int64_t
         list[i] = i;
     if (kept == current)
         return true;
-    ranked *all = malloc((size_t)current * sizeof *all);
+    judge_ranked *all = malloc((size_t)current * sizeof *all);
     if (all == NULL)
         return false;
     for (int64_t r = 0; r < current; r++)
-        all[r] = (ranked){scores[r], r};
-    qsort(all, (size_t)current, sizeof *all, by_rank);
+        all[r] = (judge_ranked){scores[r], r};
+    qsort(all, (size_t)current, sizeof *all, judge_by_rank);
     for (int64_t i = 0; i < kept; i++)
         list[i] = all[i].region;
     qsort(list, (size_t)kept, sizeof *list, by_region);

@@ -72,6 +72,15 @@ bool judge_score_within(float got, float score, double bound);
 
 /* ---- Selection (section 5) ----------------------------------------------------------------------------- */
 
+/* A region and its score. */
+typedef struct judge_ranked {
+    float score;
+    int64_t region;
+} judge_ranked;
+
+/* For qsort: best first, as section 5 has it: NaN below all, equal scores by region. */
+int judge_by_rank(const void *a, const void *b);
+
 /* selected[0 .. min(topk, regions)] by a plain sort. False if out of memory. scores is not read if
  * regions <= topk. */
 bool judge_select(const float *scores, int64_t regions, int64_t current, int64_t topk, int64_t *selected);
