@@ -35,7 +35,7 @@ static void check_groups(csa_checker *c, const csa_dim *groups)
     csa_check_range(c, "KV groups", groups->extent, 1, CSA_MAX_GROUPS);
 }
 
-/* ---- Prepare ------------------------------------------------------------------------------------------ */
+/* ---- Prepare ------------------------------------------------------------------------------------ */
 
 static void check_prepare_index(csa_checker *c, csa_prepare_args *a, csa_dim *tokens, csa_dim *groups)
 {
@@ -114,7 +114,7 @@ csa_status csa_prepare(const csa_context *context, const csa_prepare_args *args)
     return c.status == CSA_OK ? context->stages->prepare(context, &call.args) : c.status;
 }
 
-/* ---- Summarize ---------------------------------------------------------------------------------------- */
+/* ---- Summarize ---------------------------------------------------------------------------------- */
 
 void csa_check_ring(csa_checker *c, const csa_nested *n, int64_t query_len)
 {
@@ -199,7 +199,7 @@ csa_status csa_summarize_metadata(const csa_context *context, const csa_summariz
     return summarize(context, CSA_OP_SUMMARIZE_METADATA, "csa_summarize_metadata", args);
 }
 
-/* ---- Score -------------------------------------------------------------------------------------------- */
+/* ---- Score -------------------------------------------------------------------------------------- */
 
 void csa_check_index(csa_checker *c, csa_tensor *query, csa_tensor *weights, csa_dim *tokens, csa_dim *groups)
 {
@@ -239,7 +239,7 @@ csa_status csa_score(const csa_context *context, const csa_score_args *args)
     return c.status == CSA_OK ? context->stages->score(context, &call.args) : c.status;
 }
 
-/* ---- Select ------------------------------------------------------------------------------------------- */
+/* ---- Select ------------------------------------------------------------------------------------- */
 
 void csa_check_select(csa_checker *c, const csa_select_args *from, csa_select_args *to)
 {
@@ -264,7 +264,7 @@ csa_status csa_select(const csa_context *context, const csa_select_args *args)
     return c.status == CSA_OK ? context->stages->select(context, &a) : c.status;
 }
 
-/* ---- Attend and gate ---------------------------------------------------------------------------------- */
+/* ---- Attend and gate ---------------------------------------------------------------------------- */
 
 void csa_check_attention(csa_checker *c, csa_tensor *query, csa_tensor *gate, csa_tensor *out, csa_tensor *lse,
                          csa_dim *tokens, csa_dim *groups)

@@ -28,7 +28,7 @@ static void check_workspace(csa_checker *c, csa_workspace workspace, size_t need
                    WORKSPACE_ALIGNMENT);
 }
 
-/* ---- Score + select + attend + gate ------------------------------------------------------------------- */
+/* ---- Score + select + attend + gate ------------------------------------------------------------- */
 
 /* What a step and a plan must agree on; fills in regions and topk. */
 static void settle_choice(csa_checker *c, const csa_plan *plan, const csa_nested *n, int64_t *regions,
@@ -138,7 +138,7 @@ csa_status csa_prefill(const csa_context *context, const csa_plan *plan, const c
     return run_step(context, "csa_prefill", plan, args);
 }
 
-/* ---- Plans -------------------------------------------------------------------------------------------- */
+/* ---- Plans -------------------------------------------------------------------------------------- */
 
 static void check_plan_args(csa_checker *c, const csa_plan_args *from, csa_plan_args *a)
 {
@@ -195,7 +195,7 @@ void csa_plan_destroy(csa_plan *plan)
     free(plan);
 }
 
-/* ---- A whole layer ------------------------------------------------------------------------------------ */
+/* ---- A whole layer ------------------------------------------------------------------------------ */
 
 /* Prefill tokens and requests come first; each further request has query_len decode tokens. */
 static void check_parts(csa_checker *c, const csa_plan *plan, const csa_tokens *k, int64_t tokens)
@@ -300,7 +300,7 @@ csa_status csa_layer(const csa_context *context, const csa_plan *plan, const csa
     return c.status == CSA_OK ? context->stages->layer(context, plan, &call.args) : c.status;
 }
 
-/* ---- Asking ------------------------------------------------------------------------------------------- */
+/* ---- Asking ------------------------------------------------------------------------------------- */
 
 typedef union any_call {
     csa_prepare_call prepare;

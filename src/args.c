@@ -54,7 +54,7 @@ void csa_check_range(csa_checker *c, const char *name, int64_t value, int64_t lo
                    (long long)low, (long long)high);
 }
 
-/* ---- Tensors ------------------------------------------------------------------------------------------ */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 static const char *dtype_name(csa_dtype dtype)
 {
@@ -198,7 +198,7 @@ void csa_check_tensor(csa_checker *c, const char *name, csa_tensor *t, int flags
         check_memory(c, name, t, flags);
 }
 
-/* ---- Tokens, cache, rows ------------------------------------------------------------------------------ */
+/* ---- Tokens, cache, rows ------------------------------------------------------------------------ */
 
 csa_dim csa_rows_dim(const csa_dim *tokens, const csa_dim *groups)
 {

@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-/* ---- Sizes -------------------------------------------------------------------------------------------- */
+/* ---- Sizes -------------------------------------------------------------------------------------- */
 
 int64_t csa_compat_packed_pages(int64_t regions)
 {
@@ -37,7 +37,7 @@ bool csa_compat_stage_fits(int64_t blocks, int64_t block_size)
     return block_size > 0 && blocks <= CSA_COMPAT_STAGE_LIMIT / token / block_size;
 }
 
-/* ---- What several calls check ------------------------------------------------------------------------- */
+/* ---- What several calls check ------------------------------------------------------------------- */
 
 /* Numbers up to a * b stand in an int32 tensor. */
 static void check_numbers(csa_checker *c, const char *name, int64_t a, int64_t b)
@@ -93,7 +93,7 @@ static void check_row_outputs(csa_checker *c, const csa_rows *from, csa_rows *ro
         csa_refuse(c, CSA_ERROR_ARGUMENT, "rows_out.lengths is absent, expected with schedule");
 }
 
-/* ---- Pack --------------------------------------------------------------------------------------------- */
+/* ---- Pack --------------------------------------------------------------------------------------- */
 
 typedef struct pack_call {
     csa_compat_pack_args args;
@@ -139,7 +139,7 @@ csa_status csa_compat_pack(const csa_context *context, const csa_compat_pack_arg
     return c.status == CSA_OK ? context->stages->compat->pack(context, &call.args, call.tokens) : c.status;
 }
 
-/* ---- Schedule ----------------------------------------------------------------------------------------- */
+/* ---- Schedule ----------------------------------------------------------------------------------- */
 
 csa_status csa_compat_schedule(const csa_context *context, const csa_compat_schedule_args *args)
 {
@@ -153,7 +153,7 @@ csa_status csa_compat_schedule(const csa_context *context, const csa_compat_sche
     return c.status == CSA_OK ? context->stages->compat->schedule(context, &a) : c.status;
 }
 
-/* ---- Score -------------------------------------------------------------------------------------------- */
+/* ---- Score -------------------------------------------------------------------------------------- */
 
 static void check_score(csa_checker *c, const csa_compat_score_args *from, csa_compat_score_args *a)
 {
@@ -230,7 +230,7 @@ csa_status csa_compat_pair(csa_compat_score_args *args)
     return CSA_OK;
 }
 
-/* ---- Prefill metadata --------------------------------------------------------------------------------- */
+/* ---- Prefill metadata --------------------------------------------------------------------------- */
 
 typedef struct metadata_call {
     csa_compat_metadata_args args;
@@ -281,7 +281,7 @@ csa_status csa_compat_prefill_metadata(const csa_context *context, const csa_com
     return c.status == CSA_OK ? context->stages->compat->metadata(context, &call.args, call.tokens) : c.status;
 }
 
-/* ---- Page lists --------------------------------------------------------------------------------------- */
+/* ---- Page lists --------------------------------------------------------------------------------- */
 
 /* Pages must start at a common distance, and their numbers fit int32. */
 static void check_pages_of(csa_checker *c, const csa_tensor *kv)
@@ -377,7 +377,7 @@ csa_status csa_compat_pages(const csa_context *context, const csa_compat_pages_a
     return c.status == CSA_OK ? context->stages->compat->pages(context, &call.args) : c.status;
 }
 
-/* ---- Attention ---------------------------------------------------------------------------------------- */
+/* ---- Attention ---------------------------------------------------------------------------------- */
 
 static void check_rows_of_heads(csa_checker *c, csa_tensor *query, csa_tensor *out, csa_tensor *lse,
                                 csa_dim *rows)
@@ -474,7 +474,7 @@ csa_status csa_compat_attend_ragged(const csa_context *context, const csa_compat
     return c.status == CSA_OK ? context->stages->compat->attend_ragged(context, &a) : c.status;
 }
 
-/* ---- Stage -------------------------------------------------------------------------------------------- */
+/* ---- Stage -------------------------------------------------------------------------------------- */
 
 typedef struct stage_call {
     csa_compat_stage_args args;

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Error text and version --------------------------------------------------------------------------- */
+/* ---- Error text and version --------------------------------------------------------------------- */
 
 static _Thread_local char last_error[512];
 
@@ -61,7 +61,7 @@ const char *csa_version_string(void)
     return TEXT(CSA_VERSION_MAJOR) "." TEXT(CSA_VERSION_MINOR) "." TEXT(CSA_VERSION_PATCH);
 }
 
-/* ---- Back ends ---------------------------------------------------------------------------------------- */
+/* ---- Back ends ---------------------------------------------------------------------------------- */
 
 typedef struct backend {
     const char *name;
@@ -101,7 +101,7 @@ csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
     return CSA_OK;
 }
 
-/* ---- Threads ------------------------------------------------------------------------------------------ */
+/* ---- Threads ------------------------------------------------------------------------------------ */
 
 /* The team always has the context's size: the runtime keeps a team for the next call, but allocates another one
  * when the size changes. */
@@ -153,7 +153,7 @@ csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body
     return CSA_OK;
 }
 
-/* ---- Contexts ----------------------------------------------------------------------------------------- */
+/* ---- Contexts ----------------------------------------------------------------------------------- */
 
 csa_status csa_take_options(const csa_context_options *from, const char *call, csa_context_options *to)
 {

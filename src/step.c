@@ -7,7 +7,7 @@ static csa_tensor view_1d(void *data, csa_dtype dtype, int64_t n)
     return csa_tensor_1d(data, dtype, n);
 }
 
-/* ---- Score, select, attend on one chunk --------------------------------------------------------------- */
+/* ---- Score, select, attend on one chunk --------------------------------------------------------- */
 
 /* Tokens [first, first + count) of a step, said by token, in the chunk's scratch. */
 static csa_tokens resolve(const csa_tokens *all, int64_t first, int64_t count, const csa_chunk_arrays *scratch)
@@ -107,7 +107,7 @@ csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const
     return status;
 }
 
-/* ---- A whole layer ------------------------------------------------------------------------------------ */
+/* ---- A whole layer ------------------------------------------------------------------------------ */
 
 csa_tokens csa_prefill_part(const csa_tokens *tokens, const csa_plan *plan)
 {

@@ -11,7 +11,7 @@ typedef struct work {
     csa_summary summary;
 } work;
 
-/* ---- The ring ----------------------------------------------------------------------------------------- */
+/* ---- The ring ----------------------------------------------------------------------------------- */
 
 static void store_row(const csa_summarize_args *a, int64_t base, int64_t position, int64_t token)
 {
@@ -52,7 +52,7 @@ static uint8_t *summary_of(const csa_summarize_args *a, int64_t token)
     return csa_summary_of_slot(a->cache, csa_i64(&a->tokens->slots, token) / CSA_REGION);
 }
 
-/* ---- Decode and verify -------------------------------------------------------------------------------- */
+/* ---- Decode and verify -------------------------------------------------------------------------- */
 
 /* Token and request have one number, unless query_start or owners say that some requests have no token. */
 static void decode_token(void *data, int64_t token)
@@ -124,7 +124,7 @@ csa_status csa_host_summarize_verify(const csa_context *context, const csa_summa
     return csa_parallel(context, csa_token_requests(args->tokens), verify_request, &w);
 }
 
-/* ---- Prefill ------------------------------------------------------------------------------------------ */
+/* ---- Prefill ------------------------------------------------------------------------------------ */
 
 static int64_t region_of(const csa_summarize_args *a, int64_t token)
 {

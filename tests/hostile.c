@@ -2,7 +2,7 @@
 #include "hostile.h"
 #include "oracle.h"
 
-/* ---- Where tokens stand ---------------------------------------------------------------------------------- */
+/* ---- Where tokens stand ------------------------------------------------------------------------- */
 
 static int64_t id(const csa_tensor *t, int64_t i)
 {
@@ -61,7 +61,7 @@ static int64_t block_of(const csa_tokens *k, int64_t request, int64_t region, in
     return block >= 0 && block < blocks ? block : -1;
 }
 
-/* ---- Section 3 ------------------------------------------------------------------------------------------- */
+/* ---- Section 3 ---------------------------------------------------------------------------------- */
 
 static float larger(float a, float b)
 {
@@ -87,7 +87,7 @@ void spec_summary(float rows[8][512], uint8_t summary[256])
         summary[i] = e4m3_code(bf16_rounded(num[i] / fmaxf(den[i], 1e-20F)));
 }
 
-/* ---- Section 4 ------------------------------------------------------------------------------------------- */
+/* ---- Section 4 ---------------------------------------------------------------------------------- */
 
 static void expect_metadata(const csa_rows *rows, int64_t row, const seat *s)
 {
@@ -130,7 +130,7 @@ void expect_scores(const csa_score_args *a)
     }
 }
 
-/* ---- Section 5 ------------------------------------------------------------------------------------------- */
+/* ---- Section 5 ---------------------------------------------------------------------------------- */
 
 static void expect_list(const csa_select_args *a, int64_t row, int64_t current, int64_t topk)
 {
@@ -150,7 +150,7 @@ void expect_selected(const csa_select_args *a)
         expect_list(a, row, id(&a->current, row), a->topk ? a->topk : CSA_DEFAULT_TOPK);
 }
 
-/* ---- Section 6 ------------------------------------------------------------------------------------------- */
+/* ---- Section 6 ---------------------------------------------------------------------------------- */
 
 static void expect_head(const csa_attend_args *a, const seat *s, int64_t row, int64_t head)
 {
@@ -190,7 +190,7 @@ void expect_attended(const csa_attend_args *a)
     }
 }
 
-/* ---- Whole steps ----------------------------------------------------------------------------------------- */
+/* ---- Whole steps -------------------------------------------------------------------------------- */
 
 void expect_step(const csa_context *context, const csa_step_args *a)
 {
@@ -228,7 +228,7 @@ void expect_step(const csa_context *context, const csa_step_args *a)
     arena_free(&memory);
 }
 
-/* ---- Small things ---------------------------------------------------------------------------------------- */
+/* ---- Small things ------------------------------------------------------------------------------- */
 
 csa_context *hostile_context(csa_context_options options)
 {
@@ -307,7 +307,7 @@ void expect_refused(csa_status got, csa_status expected, ...)
     va_end(words);
 }
 
-/* ---- Who wrote where ------------------------------------------------------------------------------------- */
+/* ---- Who wrote where ---------------------------------------------------------------------------- */
 
 csa_tensor copy_of(arena *memory, const csa_tensor *t)
 {

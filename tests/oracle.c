@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "oracle.h"
 
-/* ---- Section 3 -------------------------------------------------------------------------------------- */
+/* ---- Section 3 ---------------------------------------------------------------------------------- */
 
 static int64_t at64(const csa_tensor *t, int64_t i, int64_t j)
 {
@@ -185,7 +185,7 @@ void oracle_summarize(csa_op op, const csa_summarize_args *a)
     }
 }
 
-/* ---- Section 4 -------------------------------------------------------------------------------------- */
+/* ---- Section 4 ---------------------------------------------------------------------------------- */
 
 /* Multiples of 2^-9 that an e4m3 code stands for; exact. */
 static int64_t e4m3_steps(uint8_t code)
@@ -220,7 +220,7 @@ float oracle_score(const csa_score_args *a, int64_t token, int64_t group, const 
     return joined + chains[3];
 }
 
-/* ---- Section 5 -------------------------------------------------------------------------------------- */
+/* ---- Section 5 ---------------------------------------------------------------------------------- */
 
 /* How many of the candidates stand before this one: larger, or equal with a smaller number; NaN behind all. */
 static int64_t rank_of(const float *scores, int64_t candidates, int64_t region)
@@ -249,7 +249,7 @@ void oracle_select(const float *scores, int64_t regions, int64_t current, int64_
             list[next--] = region;
 }
 
-/* ---- Section 6 -------------------------------------------------------------------------------------- */
+/* ---- Section 6 ---------------------------------------------------------------------------------- */
 
 double oracle_sigmoid(double x)
 {
@@ -336,7 +336,7 @@ void oracle_attend(const csa_attend_args *a, int64_t request, int64_t position, 
     free(rows);
 }
 
-/* ---- Section 2 -------------------------------------------------------------------------------------- */
+/* ---- Section 2 ---------------------------------------------------------------------------------- */
 
 static double weight_at(const csa_tensor *t, int i)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "story.h"
 
-/* ---- The story -------------------------------------------------------------------------------------- */
+/* ---- The story ---------------------------------------------------------------------------------- */
 
 static csa_tensor drawn(story *s, const char *name, csa_dtype dtype, double scale, int n0, int n1, int n2,
                         int n3)
@@ -105,7 +105,7 @@ static int64_t length_of(const story *s, int64_t request)
     return s->first[request + 1] - s->first[request];
 }
 
-/* ---- A telling's cache ------------------------------------------------------------------------------ */
+/* ---- A telling's cache -------------------------------------------------------------------------- */
 
 static csa_tensor empty(telling *t, const char *name, csa_dtype dtype, int n0, int n1, int n2, int n3)
 {
@@ -157,7 +157,7 @@ static int64_t slot_of(const telling *t, int64_t request, int64_t position)
     return *(int32_t *)tensor_at(&t->block_table, request, position / size, 0, 0) * size + position % size;
 }
 
-/* ---- A step ----------------------------------------------------------------------------------------- */
+/* ---- A step ------------------------------------------------------------------------------------- */
 
 /* Tensors of one step, in memory of its own. */
 typedef struct step {
@@ -382,7 +382,7 @@ static void make_plan(step *s)
     free(positions);
 }
 
-/* ---- Running it ------------------------------------------------------------------------------------- */
+/* ---- Running it --------------------------------------------------------------------------------- */
 
 /* The tokens of one part of a step: prefill, or what follows. */
 static csa_tokens part_tokens(const step *s, bool prefill, int64_t first, int64_t count)
@@ -529,7 +529,7 @@ static void run(step *s)
         run_part(s, false, s->prefill_tokens, s->tokens - s->prefill_tokens);
 }
 
-/* ---- What came out ---------------------------------------------------------------------------------- */
+/* ---- What came out ------------------------------------------------------------------------------ */
 
 /* Section 4's metadata, and exact zeros for padding. */
 static void check_row(const step *s, int64_t row, bool active, int64_t position)
@@ -618,7 +618,7 @@ static void tell(telling *t, const story_part *parts, int32_t count, int32_t pre
     csa_plan_destroy(s.plan);
 }
 
-/* ---- Telling ---------------------------------------------------------------------------------------- */
+/* ---- Telling ------------------------------------------------------------------------------------ */
 
 void telling_begin(telling *t, const story *s, telling_options options, uint64_t number)
 {
@@ -736,7 +736,7 @@ void telling_mixed(telling *t)
     }
 }
 
-/* ---- Comparing -------------------------------------------------------------------------------------- */
+/* ---- Comparing ---------------------------------------------------------------------------------- */
 
 static void expect_same_token(const telling *a, const telling *b, int64_t request, int64_t position)
 {

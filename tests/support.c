@@ -18,7 +18,7 @@ const char *__lsan_default_suppressions(void)
 #define __asan_unpoison_memory_region(address, bytes) ((void)(address), (void)(bytes))
 #endif
 
-/* ---- Checks ----------------------------------------------------------------------------------------- */
+/* ---- Checks ------------------------------------------------------------------------------------- */
 
 static uint64_t seed;
 static int64_t draw = -1;
@@ -66,7 +66,7 @@ void test_expect_ok(const char *file, int line, const char *what, csa_status sta
         test_fail(file, line, what, "%s error: %s", csa_status_name(status), test_error());
 }
 
-/* ---- Random numbers --------------------------------------------------------------------------------- */
+/* ---- Random numbers ----------------------------------------------------------------------------- */
 
 uint64_t random_bits(test_random *r) /* splitmix64 */
 {
@@ -118,7 +118,7 @@ void random_shuffle(test_random *r, int32_t *values, int64_t count)
     }
 }
 
-/* ---- Number formats --------------------------------------------------------------------------------- */
+/* ---- Number formats ----------------------------------------------------------------------------- */
 
 float bf16_value(uint16_t code)
 {
@@ -178,7 +178,7 @@ uint8_t e4m3_code(float x)
     return sign | (to_low < to_high || (to_low == to_high && low % 2 == 0) ? low : high);
 }
 
-/* ---- Guarded memory --------------------------------------------------------------------------------- */
+/* ---- Guarded memory ----------------------------------------------------------------------------- */
 
 enum { GUARD = 256, GUARD_BYTE = 0xA5 };
 
@@ -273,7 +273,7 @@ bool arena_unchanged(const arena *a, const uint8_t *snapshot)
     return true;
 }
 
-/* ---- Tensors ---------------------------------------------------------------------------------------- */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 int64_t tensor_itemsize(csa_dtype dtype)
 {
@@ -475,7 +475,7 @@ void tensor_expect_equal(const char *name, const csa_tensor *got, const csa_tens
               number(expected->dtype, nth(expected, n)));
 }
 
-/* ---- Threads and contexts --------------------------------------------------------------------------- */
+/* ---- Threads and contexts ----------------------------------------------------------------------- */
 
 enum { POOL_THREADS = 6 };
 
@@ -630,7 +630,7 @@ csa_context *test_context(csa_context_options options)
     return context;
 }
 
-/* ---- A world ---------------------------------------------------------------------------------------- */
+/* ---- A world ------------------------------------------------------------------------------------ */
 
 static void fill_in(world_shape *s)
 {

@@ -21,7 +21,7 @@
 
 #include <csa/csa.h>
 
-/* ---- Sanitizers ------------------------------------------------------------------------------------- */
+/* ---- Sanitizers --------------------------------------------------------------------------------- */
 
 #ifdef __has_feature
 #define TEST_HAS_FEATURE(x) __has_feature(x)
@@ -54,7 +54,7 @@ static inline int test_draws(int draws)
     return !TEST_SLOW ? draws : few > 2 ? few : 2;
 }
 
-/* ---- Checks ----------------------------------------------------------------------------------------- */
+/* ---- Checks ------------------------------------------------------------------------------------- */
 
 /* On the test's own thread only. CHECKF adds a text: CHECKF(condition, "format", ...). */
 #define CHECKF(condition, ...)                                      \
@@ -77,7 +77,7 @@ void test_set_draw(int64_t draw);
 /* The last error text of this thread, in a buffer of this thread. */
 const char *test_error(void);
 
-/* ---- Random numbers --------------------------------------------------------------------------------- */
+/* ---- Random numbers ----------------------------------------------------------------------------- */
 
 typedef struct test_random {
     uint64_t state;
@@ -95,7 +95,7 @@ void random_shuffle(test_random *r, int32_t *values, int64_t count);
 #define RANDOM_OF(r, ...) \
     ((int32_t[]){__VA_ARGS__}[random_between(r, 0, (int64_t)(sizeof((int32_t[]){__VA_ARGS__}) / 4) - 1)])
 
-/* ---- Number formats --------------------------------------------------------------------------------- */
+/* ---- Number formats ----------------------------------------------------------------------------- */
 
 float bf16_value(uint16_t code);
 uint16_t bf16_code(float x); /* to nearest even; a NaN stays one */
@@ -103,7 +103,7 @@ float bf16_rounded(float x);
 float e4m3_value(uint8_t code);
 uint8_t e4m3_code(float x); /* to nearest even, saturating; a NaN becomes 0x7F */
 
-/* ---- Guarded memory --------------------------------------------------------------------------------- */
+/* ---- Guarded memory ----------------------------------------------------------------------------- */
 
 /* All memory of a test. A buffer is aligned to 256 bytes, filled with 0xFF (NaN, -1), and lies between guard
  * zones. Its bytes that belong to no tensor must stay 0xFF. */
@@ -131,7 +131,7 @@ void arena_expect_equal(const arena *got, const arena *expected, const char *exc
 uint8_t *arena_snapshot(const arena *a);
 bool arena_unchanged(const arena *a, const uint8_t *snapshot);
 
-/* ---- Tensors ---------------------------------------------------------------------------------------- */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 /* A tensor in a buffer of its own. gaps: NULL for row-major without gaps, else random gaps before it and
  * between its rows (in a vector: between elements). */
@@ -156,7 +156,7 @@ void tensor_randomise(csa_tensor *t, test_random *r, double scale);
 void tensor_expect_equal(const char *name, const csa_tensor *got, const csa_tensor *expected);
 bool tensor_equal(const csa_tensor *a, const csa_tensor *b);
 
-/* ---- Threads and contexts --------------------------------------------------------------------------- */
+/* ---- Threads and contexts ----------------------------------------------------------------------- */
 
 /* A pool of six threads and the caller, started at the first use; any number of threads may enter at once. The
  * argument is not read. */
@@ -171,7 +171,7 @@ void foreign_for(void *pool, int32_t count, csa_task task, void *task_data);
  * parallel_for it runs OpenMP, but pool_for under ThreadSanitizer, as OpenMP's runtime is not instrumented. */
 csa_context *test_context(csa_context_options options);
 
-/* ---- A world ---------------------------------------------------------------------------------------- */
+/* ---- A world ------------------------------------------------------------------------------------ */
 
 /* Zero means the value in brackets. */
 typedef struct world_shape {

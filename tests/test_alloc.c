@@ -110,7 +110,7 @@ int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*
 
 #endif
 
-/* ---- Steps ------------------------------------------------------------------------------------------ */
+/* ---- Steps -------------------------------------------------------------------------------------- */
 
 static void add_query_start(world *w)
 {

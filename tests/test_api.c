@@ -23,7 +23,7 @@ static int end_calls(void **state)
     return 0;
 }
 
-/* ---- One field at a time ---------------------------------------------------------------------------- */
+/* ---- One field at a time ------------------------------------------------------------------------ */
 
 typedef struct change {
     size_t offset, size;
@@ -353,7 +353,7 @@ static void peculiarities_are_accepted(void **state)
     CHECK(faults == 0);
 }
 
-/* ---- All calls -------------------------------------------------------------------------------------- */
+/* ---- All calls ---------------------------------------------------------------------------------- */
 
 static void valid_calls_are_accepted(void **state)
 {

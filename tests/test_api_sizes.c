@@ -40,7 +40,7 @@ static const char *text_of(const char *format, int64_t value)
     return text;
 }
 
-/* ---- Sizes ------------------------------------------------------------------------------------------ */
+/* ---- Sizes -------------------------------------------------------------------------------------- */
 
 /* A made-up tensor without gaps. */
 static csa_tensor made_up(csa_dtype dtype, int ndim, int64_t n0, int64_t n1, int64_t n2, int64_t n3)
@@ -168,7 +168,7 @@ static void sizes_of_selections(void **state)
         }
 }
 
-/* ---- Workspace sizes and warming up ----------------------------------------------------------------- */
+/* ---- Workspace sizes and warming up ------------------------------------------------------------- */
 
 static void servings_are_checked(void **state)
 {
@@ -236,7 +236,7 @@ static void warming_up_needs_the_workspace(void **state)
     arena_free(&memory);
 }
 
-/* ---- Error text ------------------------------------------------------------------------------------- */
+/* ---- Error text --------------------------------------------------------------------------------- */
 
 static void *fresh_thread(void *argument)
 {
@@ -270,7 +270,7 @@ static void error_text_is_cut_and_kept(void **state)
     CHECK(strcmp(test_error(), whole) == 0);
 }
 
-/* ---- Versions, back ends, contexts ------------------------------------------------------------------ */
+/* ---- Versions, back ends, contexts -------------------------------------------------------------- */
 
 static void names_are_never_null(void **state)
 {

@@ -23,7 +23,7 @@ static generate_options options_of(int64_t needles, int64_t tokens)
                               .index_heads = INDEX_HEADS};
 }
 
-/* ---- The context ---- */
+/* ---- The context -------------------------------------------------------------------------------- */
 
 /* Each needle stands in a region of its own that is closed when decoding begins, and is asked for once, among
  * the tokens that are sure to come. */
@@ -97,7 +97,7 @@ static void tokens_follow_from_their_place(void **state)
     generate_close(&longer);
 }
 
-/* ---- The verdict ---- */
+/* ---- The verdict -------------------------------------------------------------------------------- */
 
 static void verdicts_fail(void **state)
 {
@@ -122,7 +122,7 @@ static void verdicts_fail(void **state)
     CHECK(v.failed && strcmp(v.text, "first 1") == 0);
 }
 
-/* ---- The heat map ---- */
+/* ---- The heat map ------------------------------------------------------------------------------- */
 
 static void pictures_stay_small(void **state)
 {

@@ -12,7 +12,7 @@ static int64_t *i64_at(const csa_tensor *t, int64_t i)
     return tensor_at(t, i, 0, 0, 0);
 }
 
-/* ---- Several requests (flash-attention, vllm fork, PR 176, 190) ------------------------------------------ */
+/* ---- Several requests (flash-attention, vllm fork, PR 176, 190) --------------------------------- */
 
 /* Four tokens of one request of three, as a call of its own. */
 static void one_request(const world *w, int64_t request, csa_tokens *tokens, csa_step_args *step)
@@ -63,7 +63,7 @@ static void test_requests_apart(void **state)
     world_end(&w);
 }
 
-/* ---- Scratch (sglang 35201, vllm 55569) ------------------------------------------------------------------ */
+/* ---- Scratch (sglang 35201, vllm 55569) --------------------------------------------------------- */
 
 enum { LONG = 800000, WIDE = 128, LONG_REGIONS = LONG / 8, LONG_TOPK = 16 };
 
@@ -263,7 +263,7 @@ static void test_reused_plans(void **state)
     csa_plan_destroy(again);
 }
 
-/* ---- Threads (flashinfer 3618) --------------------------------------------------------------------------- */
+/* ---- Threads (flashinfer 3618) ------------------------------------------------------------------ */
 
 /* A host thread with 100 steps of its own; nothing is checked on it. */
 typedef struct runner {

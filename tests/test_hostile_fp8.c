@@ -4,7 +4,7 @@
  */
 #include "hostile.h"
 
-/* ---- FP8 in the cache (ml_dtypes 400, Model-Optimizer 1633) ---------------------------------------------- */
+/* ---- FP8 in the cache (ml_dtypes 400, Model-Optimizer 1633) ------------------------------------- */
 
 typedef struct corner {
     float value;
@@ -98,7 +98,7 @@ static void test_saturated_queries(void **state)
     world_end(&w);
 }
 
-/* ---- Summaries ------------------------------------------------------------------------------------------- */
+/* ---- Summaries ---------------------------------------------------------------------------------- */
 
 /* Summarises one region of eight tokens and compares all codes with the formula's. */
 static void summarize_rows(float rows[8][512], uint8_t got[256])

@@ -43,7 +43,7 @@ static world_shape small(int draw)
                          .strided = draw % 2 == 0};
 }
 
-/* ---- Block tables (vllm 54359, 42494) -------------------------------------------------------------------- */
+/* ---- Block tables (vllm 54359, 42494) ----------------------------------------------------------- */
 
 /* Entries inside the live part that name no block: their regions score 0 and have no token. */
 static void test_bad_blocks(void **state)
@@ -101,7 +101,7 @@ static void test_exact_table(void **state)
     world_end(&exact);
 }
 
-/* ---- Positions, owners, lengths -------------------------------------------------------------------------- */
+/* ---- Positions, owners, lengths ----------------------------------------------------------------- */
 
 static void test_positions(void **state)
 {
@@ -167,7 +167,7 @@ static void test_seq_lens(void **state)
     world_end(&w);
 }
 
-/* ---- Lists of regions ------------------------------------------------------------------------------------ */
+/* ---- Lists of regions --------------------------------------------------------------------------- */
 
 static void test_currents(void **state)
 {
@@ -230,7 +230,7 @@ static void test_rows(void **state)
     world_end(&w);
 }
 
-/* ---- Slots and rings ------------------------------------------------------------------------------------- */
+/* ---- Slots and rings ---------------------------------------------------------------------------- */
 
 static const int64_t odd_slots[] = {INT64_MAX, INT64_MIN, -1, 0 /* the first past the cache */, INT64_MAX - 7};
 
@@ -345,7 +345,7 @@ static void test_ring_bases(void **state)
     }
 }
 
-/* ---- Plans ----------------------------------------------------------------------------------------------- */
+/* ---- Plans -------------------------------------------------------------------------------------- */
 
 /* Bounds of any size; rows past theirs rank planned regions only. */
 static void test_plan_bounds(void **state)

@@ -6,7 +6,7 @@
  */
 #include "hostile.h"
 
-/* ---- Junk ------------------------------------------------------------------------------------------------ */
+/* ---- Junk --------------------------------------------------------------------------------------- */
 
 /* limit: what the id should stay below. */
 static int64_t junk(test_random *r, int64_t limit)
@@ -125,7 +125,7 @@ static void end_junkyard(junkyard *y)
     world_end(&y->w);
 }
 
-/* ---- Every call ------------------------------------------------------------------------------------------ */
+/* ---- Every call --------------------------------------------------------------------------------- */
 
 enum { CALLS = 14 };
 
@@ -255,7 +255,7 @@ static void test_junk_checked(void **state)
     CHECK(refused > 0);
 }
 
-/* ---- Nothing to do --------------------------------------------------------------------------------------- */
+/* ---- Nothing to do ------------------------------------------------------------------------------ */
 
 /* First extents of all that belongs to tokens become `tokens`; memory is taken away where there are none. */
 static void cut(csa_tensor *t, int64_t extent)

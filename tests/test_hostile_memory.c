@@ -9,7 +9,7 @@ static int64_t *i64_at(const csa_tensor *t, int64_t i)
     return tensor_at(t, i, 0, 0, 0);
 }
 
-/* ---- NaN where nothing is read --------------------------------------------------------------------------- */
+/* ---- NaN where nothing is read ------------------------------------------------------------------ */
 
 /* Copies what a row attends to from one world's cache to its twin's. */
 static void keep_row(const world *from, world *to, int64_t row)
@@ -187,7 +187,7 @@ static void test_unread_scores(void **state)
     arena_free(&memory);
 }
 
-/* ---- Rows nobody writes (vllm PR 37442, ATOM PR 1595) ---------------------------------------------------- */
+/* ---- Rows nobody writes (vllm PR 37442, ATOM PR 1595) ------------------------------------------- */
 
 static void expect_zero(const csa_tensor *out, int64_t token)
 {
@@ -251,7 +251,7 @@ static void test_gate_nobody_writes(void **state)
     arena_free(&memory);
 }
 
-/* ---- Writers among padding (TensorRT-LLM PR 18673, vllm PR 57317) ---------------------------------------- */
+/* ---- Writers among padding (TensorRT-LLM PR 18673, vllm PR 57317) ------------------------------- */
 
 static void write_among_padding(int64_t offset, int form)
 {
@@ -293,7 +293,7 @@ static void test_writers_among_padding(void **state)
     }
 }
 
-/* ---- Batch mates (FlashMLA 212, vllm 53257) -------------------------------------------------------------- */
+/* ---- Batch mates (FlashMLA 212, vllm 53257) ----------------------------------------------------- */
 
 /* The first n requests of a world. */
 static void first_requests(const world *w, int64_t n, csa_tokens *tokens, csa_step_args *step)
@@ -338,7 +338,7 @@ static void test_batch_mates(void **state)
     }
 }
 
-/* ---- A request moves (TensorRT-LLM PR 16197) ------------------------------------------------------------- */
+/* ---- A request moves (TensorRT-LLM PR 16197) ---------------------------------------------------- */
 
 enum { KV = 1, SUMMARIES = 2, RING = 4, ALL = 7, FIRST = 33, END = 48 };
 

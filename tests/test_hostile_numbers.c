@@ -14,7 +14,7 @@ static void set_all(csa_tensor *t, double value)
                     tensor_put(t, value, i, j, k, l);
 }
 
-/* ---- Logits ---------------------------------------------------------------------------------------------- */
+/* ---- Logits ------------------------------------------------------------------------------------- */
 
 /* flashinfer 4267: a finite number as minus infinity. Every logit is about -454,047. */
 static void test_very_negative_logits(void **state)
@@ -118,7 +118,7 @@ static void test_merge_empty_parts(void **state)
     world_end(&w);
 }
 
-/* ---- Scores ---------------------------------------------------------------------------------------------- */
+/* ---- Scores ------------------------------------------------------------------------------------- */
 
 typedef struct score_list {
     arena memory;

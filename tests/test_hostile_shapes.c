@@ -5,7 +5,7 @@
  */
 #include "hostile.h"
 
-/* ---- Sizes baked in (ds4 471, TensorRT-LLM PR 8882) ------------------------------------------------------ */
+/* ---- Sizes baked in (ds4 471, TensorRT-LLM PR 8882) --------------------------------------------- */
 
 static void select_topk(int topk, int regions)
 {
@@ -126,7 +126,7 @@ static void test_other_sizes(void **state)
     world_end(&w);
 }
 
-/* ---- Blocks (vllm 54359) --------------------------------------------------------------------------------- */
+/* ---- Blocks (vllm 54359) ------------------------------------------------------------------------ */
 
 /* The same tokens wherever they lie. */
 static void fill_by_position(world *w)
@@ -172,7 +172,7 @@ static void test_block_sizes(void **state)
     world_end(&first);
 }
 
-/* ---- Alignment (vllm 41257) ------------------------------------------------------------------------------ */
+/* ---- Alignment (vllm 41257) --------------------------------------------------------------------- */
 
 /* Moves a tensor into memory that starts `offset` elements past an aligned address, with an odd pitch. */
 static void shift(world *w, csa_tensor *t, int64_t offset, int64_t extra)
@@ -254,7 +254,7 @@ static void test_misaligned_elements(void **state)
     world_end(&w);
 }
 
-/* ---- Beyond arithmetic ----------------------------------------------------------------------------------- */
+/* ---- Beyond arithmetic -------------------------------------------------------------------------- */
 
 static csa_status supported(csa_op op, const void *args)
 {

@@ -65,7 +65,7 @@ static void plain_run(world *w, world_shape shape, int64_t end)
         decode_one(w, p);
 }
 
-/* ---- Drafts (sglang PR 34189) ---------------------------------------------------------------------------- */
+/* ---- Drafts (sglang PR 34189) ------------------------------------------------------------------- */
 
 enum { LENGTH = 96 };
 
@@ -217,7 +217,7 @@ static void test_short_context(void **state)
     world_end(&w);
 }
 
-/* ---- Requests that bring no token ------------------------------------------------------------------------ */
+/* ---- Requests that bring no token --------------------------------------------------------------- */
 
 /* Decode with query_start: request and token have different numbers, and some tokens belong to none. */
 static void test_decode_with_gaps(void **state)
@@ -243,7 +243,7 @@ static void test_decode_with_gaps(void **state)
     world_end(&w);
 }
 
-/* ---- Prefill --------------------------------------------------------------------------------------------- */
+/* ---- Prefill ------------------------------------------------------------------------------------ */
 
 /* One chunk of the stream in whichever form fits, padding behind it if that is prefill. */
 static void run_chunk(world *w, int64_t first, int64_t count, test_random *r)

@@ -7,7 +7,7 @@
 
 #include "judge.h"
 
-/* ---- Numbers ---- */
+/* ---- Numbers ------------------------------------------------------------------------------------ */
 
 static bool same(double a, double b)
 {
@@ -62,7 +62,7 @@ static void steps_count_codes(void **state)
     CHECK(judge_steps(CSA_BOOL, &truths[0], &truths[2], 0) == INT64_MAX);
 }
 
-/* ---- Scores ---- */
+/* ---- Scores ------------------------------------------------------------------------------------- */
 
 /* 4 heads, all queries 1, all keys `key`. */
 static float score_of(const float *weights, uint8_t key, double *bound)
@@ -92,7 +92,7 @@ static void scores_by_hand(void **state)
     CHECK(judge_score_within(INFINITY, INFINITY, 0) && !judge_score_within(INFINITY, -INFINITY, 1e300));
 }
 
-/* ---- Selection ---- */
+/* ---- Selection ---------------------------------------------------------------------------------- */
 
 static void expect_list(const float *scores, int64_t regions, int64_t current, int64_t topk,
                         const char *expected)
@@ -122,7 +122,7 @@ static void selections_by_hand(void **state)
     expect_list(NULL, 0, 0, 5, "-1");
 }
 
-/* ---- Attention ---- */
+/* ---- Attention ---------------------------------------------------------------------------------- */
 
 /* One request of three blocks of 16, block table 2, -1, 0; in a token's row all keys are 0 but the first, which
  * is 1, and all values are the token's number. */

@@ -9,7 +9,7 @@
 #include <errno.h>
 #include <sys/mman.h>
 
-/* ---- Sparse memory --------------------------------------------------------------------------------------- */
+/* ---- Sparse memory ------------------------------------------------------------------------------ */
 
 typedef struct sparse {
     void *data;
@@ -61,7 +61,7 @@ static bool spread(csa_tensor *t, int64_t stride, sparse *s)
     return true;
 }
 
-/* ---- Every tensor of a layer, one at a time -------------------------------------------------------------- */
+/* ---- Every tensor of a layer, one at a time ----------------------------------------------------- */
 
 typedef struct named {
     const char *name;
@@ -155,7 +155,7 @@ static void test_far_tensors(void **state)
     world_end(&small);
 }
 
-/* ---- Scores and lists ------------------------------------------------------------------------------------ */
+/* ---- Scores and lists --------------------------------------------------------------------------- */
 
 static void test_far_scores(void **state)
 {
@@ -187,7 +187,7 @@ static void test_far_scores(void **state)
     world_end(&far);
 }
 
-/* ---- Numbers that are large themselves ------------------------------------------------------------------- */
+/* ---- Numbers that are large themselves ---------------------------------------------------------- */
 
 /* Moves a cache tensor to the end of one with so many more blocks (or rows). */
 static bool lift(csa_tensor *t, int64_t more, sparse *s)

@@ -26,7 +26,7 @@ static size_t least_bytes(csa_step_shape s)
     return csa_step_bytes(&s);
 }
 
-/* ---- Pure functions --------------------------------------------------------------------------------- */
+/* ---- Pure functions ----------------------------------------------------------------------------- */
 
 static void bytes_grow_within_the_limit(void **state)
 {
@@ -138,7 +138,7 @@ static void huge_sizes_do_not_overflow(void **state)
     CHECK((double)bytes >= 0x1p31 * 8 * 0x1p20 * 4 * 0.99);
 }
 
-/* ---- Exact workspaces ------------------------------------------------------------------------------- */
+/* ---- Exact workspaces --------------------------------------------------------------------------- */
 
 static csa_plan *plan_of(const csa_context *context, const world *w, const int64_t *positions)
 {
@@ -209,7 +209,7 @@ static void exact_workspace(void **state)
     }
 }
 
-/* ---- Plans' lives ----------------------------------------------------------------------------------- */
+/* ---- Plans' lives ------------------------------------------------------------------------------- */
 
 static void expect_prefill_like_decode(const csa_context *context, world *w, const csa_plan *plan)
 {

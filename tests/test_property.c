@@ -5,7 +5,7 @@
  */
 #include "story.h"
 
-/* ---- Contexts --------------------------------------------------------------------------------------- */
+/* ---- Contexts ----------------------------------------------------------------------------------- */
 
 static runner runners[] = {
     {{.threads = 1}, NULL},
@@ -36,7 +36,7 @@ static int end_runners(void **state)
     return 0;
 }
 
-/* ---- Shapes ----------------------------------------------------------------------------------------- */
+/* ---- Shapes ------------------------------------------------------------------------------------- */
 
 /* Multiplications of one telling's attention. */
 static double cost(const story_shape *s)
@@ -83,7 +83,7 @@ static telling_options draw_options(test_random *r, const story_shape *s)
     return o;
 }
 
-/* ---- Forms ------------------------------------------------------------------------------------------ */
+/* ---- Forms -------------------------------------------------------------------------------------- */
 
 static void tell_somehow(telling *t, test_random *r, int form)
 {
@@ -130,7 +130,7 @@ static void forms_agree(void **state)
     }
 }
 
-/* ---- Rejected drafts -------------------------------------------------------------------------------- */
+/* ---- Rejected drafts ---------------------------------------------------------------------------- */
 
 /* One verify step of `drafts` drafts, of which `accepted` are right, from the first token of each tail on; the
  * next steps go on behind them. */
@@ -226,7 +226,7 @@ static void speculation_all_the_way(void **state)
     }
 }
 
-/* ---- Batch mates ------------------------------------------------------------------------------------ */
+/* ---- Batch mates -------------------------------------------------------------------------------- */
 
 /* The first requests of a world, as a decode step with outputs of its own in `memory`. */
 static csa_step_args first_requests(world *w, csa_tokens *tokens, int64_t requests, arena *memory)

@@ -72,7 +72,7 @@ static int64_t position_of(const world *w, int64_t token)
     return slot < 0 || position < 0 ? -1 : position;
 }
 
-/* ---- Prepare ---------------------------------------------------------------------------------------- */
+/* ---- Prepare ------------------------------------------------------------------------------------ */
 
 /* Values compared, and how many of them were not the nearest. fp32 leaves few: a rounding that is forgotten, or
  * done once too often, shows here where the tolerance hides it. */
@@ -288,7 +288,7 @@ static void prepare_as_written(void **state)
     check_tallies();
 }
 
-/* ---- Summarize -------------------------------------------------------------------------------------- */
+/* ---- Summarize ---------------------------------------------------------------------------------- */
 
 /* z of every kind: small, of large spread, infinite, NaN. */
 static void spice_z(csa_tensor *z, test_random *r)
@@ -398,7 +398,7 @@ static void summaries_as_written(void **state)
     }
 }
 
-/* ---- Score ------------------------------------------------------------------------------------------ */
+/* ---- Score -------------------------------------------------------------------------------------- */
 
 static void spice_codes(csa_tensor *t, test_random *r)
 {
@@ -465,7 +465,7 @@ static void scores_as_written(void **state)
     }
 }
 
-/* ---- Select ----------------------------------------------------------------------------------------- */
+/* ---- Select ------------------------------------------------------------------------------------- */
 
 static float draw_score(test_random *r, int64_t kind)
 {
@@ -519,7 +519,7 @@ static void selections_as_written(void **state)
     }
 }
 
-/* ---- Attend and gate -------------------------------------------------------------------------------- */
+/* ---- Attend and gate ---------------------------------------------------------------------------- */
 
 /* Lists in any order with all that may stand in them. */
 static void spice_lists(world *w, csa_tensor *lists)

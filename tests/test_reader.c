@@ -10,7 +10,7 @@
 
 #include "reader.h"
 
-/* ---- Files in memory ---- */
+/* ---- Files in memory ---------------------------------------------------------------------------- */
 
 typedef struct file_bytes {
     uint8_t *bytes; /* exactly as long as it says, so that a sanitizer sees a step past the end */
@@ -107,7 +107,7 @@ static void refuses_impossible_lengths(void **state)
     expect_refused(make_file(2, "{}", 2, 1), "1 bytes after the last tensor");
 }
 
-/* ---- Headers that lie ---- */
+/* ---- Headers that lie --------------------------------------------------------------------------- */
 
 #define ENTRY(dtype, shape, offsets) \
     "{\"t\":{\"dtype\":" dtype ",\"shape\":" shape ",\"data_offsets\":" offsets "}}"
@@ -200,7 +200,7 @@ static void refuses_deep_json(void **state)
     json_decref(value);
 }
 
-/* ---- On disk ---- */
+/* ---- On disk ------------------------------------------------------------------------------------ */
 
 typedef struct folder {
     char path[64];

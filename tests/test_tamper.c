@@ -15,7 +15,7 @@
 #include "judge.h"
 #include "tool.h"
 
-/* ---- One case in a file of its own ---- */
+/* ---- One case in a file of its own -------------------------------------------------------------- */
 
 static char folder[] = "/tmp/csa-tamper-XXXXXX";
 static char path[64];
@@ -63,7 +63,7 @@ static reader_tensor *tensors_of(const capture_case *what)
     return tensors;
 }
 
-/* ---- What an output tolerates ---- */
+/* ---- What an output tolerates ------------------------------------------------------------------- */
 
 typedef enum tolerance { EXACT, ONE_STEP, TWO_STEPS, SCORES, ATTENTION, NONE } tolerance;
 
@@ -132,7 +132,7 @@ static bool change_within(csa_tensor *t, tolerance kind)
     return finite;
 }
 
-/* ---- Every output of every capture ---- */
+/* ---- Every output of every capture -------------------------------------------------------------- */
 
 static int64_t tampered, harmless;
 
@@ -193,7 +193,7 @@ static void one_changed_element_is_found(void **state)
     CHECK(tampered > 100 && harmless > 30);
 }
 
-/* ---- Captures that lack something ---- */
+/* ---- Captures that lack something --------------------------------------------------------------- */
 
 static void expect_an_exit_code(const capture_case *what, const char *lacks)
 {

@@ -8,7 +8,7 @@
 
 enum { HOSTS = 4, ROUNDS = TEST_SANITIZED ? 12 : 50 };
 
-/* ---- Several host threads --------------------------------------------------------------------------- */
+/* ---- Several host threads ----------------------------------------------------------------------- */
 
 /* One host thread's world, and what its steps must give. */
 typedef struct host {
@@ -113,7 +113,7 @@ static void hosts_have_contexts(void **state)
         csa_context_destroy(contexts[i]);
 }
 
-/* ---- Pools of all kinds ----------------------------------------------------------------------------- */
+/* ---- Pools of all kinds ------------------------------------------------------------------------- */
 
 static void expect_same_layer(csa_context_options options)
 {

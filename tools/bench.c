@@ -18,7 +18,7 @@ typedef struct bench {
     bench_setup setups[2];
 } bench;
 
-/* ---- Before the first sample ---- */
+/* ---- Before the first sample -------------------------------------------------------------------- */
 
 static int make_context(bench *b, int team, int32_t threads)
 {
@@ -100,7 +100,7 @@ static int measure_machine(bench *b)
     return TOOL_OK;
 }
 
-/* ---- A run ---- */
+/* ---- A run -------------------------------------------------------------------------------------- */
 
 static int measure_items(bench *b, bench_data *d, bench_run *run, unsigned items)
 {

@@ -19,7 +19,7 @@ static int64_t ring_capacity(const cost_model *m)
     return drafts > CSA_REGION ? drafts : CSA_REGION;
 }
 
-/* ---- Laying out: what is taken here is filled by bench_fill_memory or by the functions further down ---- */
+/* ---- Laying out: what is taken here is filled by bench_fill_memory or by the functions further down --- */
 
 static void derive(bench_data *d)
 {
@@ -253,7 +253,7 @@ static void lay_out(bench_data *d, size_t workspace)
         bench_lay_out_dense(d);
 }
 
-/* ---- What is not random, or not only ---- */
+/* ---- What is not random, or not only ------------------------------------------------------------ */
 
 /* A permutation of all blocks of all requests, so that neighbours lie far apart. */
 static void shuffle_blocks(bench_data *d)
@@ -311,7 +311,7 @@ static void fill(bench_data *d)
         bench_fill_dense(d);
 }
 
-/* ---- Opening ---- */
+/* ---- Opening ------------------------------------------------------------------------------------ */
 
 csa_serving bench_serving(const bench_shape *shape)
 {
@@ -375,7 +375,7 @@ void bench_close(bench_data *d)
     bench_free(&d->memory);
 }
 
-/* ---- Chunks ---- */
+/* ---- Chunks ------------------------------------------------------------------------------------- */
 
 static csa_tensor rows_of(csa_tensor t, int64_t first, int64_t count, size_t item)
 {

@@ -94,7 +94,7 @@ void bench_stand(bench_data *data, int64_t back);
 /* The largest step, for csa_workspace_size and csa_warm_up. */
 csa_serving bench_serving(const bench_shape *shape);
 
-/* ---- Dense attention (bench_dense.c) ---- */
+/* ---- Dense attention (bench_dense.c) ------------------------------------------------------------ */
 
 void bench_lay_out_dense(bench_data *data);
 void bench_fill_dense(bench_data *data);

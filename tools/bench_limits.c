@@ -37,7 +37,7 @@ static void keep(uint64_t result)
     atomic_store_explicit(&sink, result, memory_order_relaxed);
 }
 
-/* ---- Reading ---- */
+/* ---- Reading ------------------------------------------------------------------------------------ */
 
 typedef uint64_t line __attribute__((vector_size(64), may_alias));
 
@@ -84,7 +84,7 @@ static uint64_t one_plain(const char *a, size_t bytes)
     return read_one(a, bytes);
 }
 
-/* ---- Arithmetic: what a pass takes operations for ---- */
+/* ---- Arithmetic: what a pass takes operations for ----------------------------------------------- */
 
 /* Returns the operations of `rounds` rounds. */
 typedef double (*arithmetic)(int rounds);
@@ -200,7 +200,7 @@ static loops choose_loops(void)
     return l;
 }
 
-/* ---- Passes ---- */
+/* ---- Passes ------------------------------------------------------------------------------------- */
 
 /* One way to read. */
 typedef struct reading {
@@ -300,7 +300,7 @@ static double best_arithmetic(arithmetic run, int32_t threads)
     return best;
 }
 
-/* ---- The whole ---- */
+/* ---- The whole ---------------------------------------------------------------------------------- */
 
 /* The C library may know the sum over all of the machine's caches; the kernel knows the one that is shared. */
 static size_t last_cache(void)

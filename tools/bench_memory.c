@@ -54,7 +54,7 @@ void bench_free(bench_memory *m)
     m->base = NULL;
 }
 
-/* ---- Values ---- */
+/* ---- Values ------------------------------------------------------------------------------------- */
 
 /* Eight bytes of values: the bits to keep of a random number, and those to set. */
 static uint64_t values(bench_fill fill, uint64_t index)
@@ -109,7 +109,7 @@ void bench_fill_memory(const bench_memory *m, int32_t threads)
         tool_progress("fill (MiB)", (int64_t)(m->bytes >> 20), (int64_t)(m->bytes >> 20));
 }
 
-/* ---- What there is ---- */
+/* ---- What there is ------------------------------------------------------------------------------ */
 
 /* The number after `key` in a file ("" for the first); UINT64_MAX if there is none. */
 static uint64_t number_in(const char *path, const char *key)

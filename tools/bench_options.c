@@ -51,7 +51,7 @@ static const char help[] =
 
 enum { MOST_WORDS = 40, DEFAULT_ROWS = 2048, SHAPE_OPTIONS = 11, ALL_OPTIONS = SHAPE_OPTIONS + 13 };
 
-/* ---- What is measured ---- */
+/* ---- What is measured --------------------------------------------------------------------------- */
 
 enum {
     WHOLE_STEP = 1 << BENCH_STEP,
@@ -93,7 +93,7 @@ unsigned bench_items_of(const bench_options *o, const bench_shape *shape)
     return set;
 }
 
-/* ---- Arguments ---- */
+/* ---- Arguments ---------------------------------------------------------------------------------- */
 
 /* Where a shape stands ("bench" or "bench: FILE:LINE") begins the message. */
 static int check_shape(const bench_options *o, const bench_shape *s, const char *where)
@@ -174,7 +174,7 @@ static bool parse_arguments(int argc, char **argv, bench_options *o, int *code)
     return *code == TOOL_OK;
 }
 
-/* ---- Lists ---- */
+/* ---- Lists -------------------------------------------------------------------------------------- */
 
 static bool add_shape(bench_shapes *shapes, const bench_shape *shape)
 {

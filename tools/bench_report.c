@@ -32,7 +32,7 @@ static const bench_limits *limits_of(const bench_report *report, int team)
     return report->options->no_limits ? NULL : &report->limits[team];
 }
 
-/* ---- Text ---- */
+/* ---- Text --------------------------------------------------------------------------------------- */
 
 static void print_limits(const bench_limits *l)
 {
@@ -106,7 +106,7 @@ void bench_print_run(const bench_report *report, const bench_run *run)
     fflush(stdout);
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 static json_t *limits_json(const bench_limits *l)
 {
@@ -187,7 +187,7 @@ int bench_print_json(const bench_report *report)
     return tool_print_json("bench", root);
 }
 
-/* ---- CSV ---- */
+/* ---- CSV ---------------------------------------------------------------------------------------- */
 
 /* Nothing for what is unknown. */
 static void print_field(bool known, double value)

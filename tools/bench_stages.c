@@ -13,7 +13,7 @@ enum { MOST_SAMPLES = 1000 };
 static const double cheap_seconds = 0.02; /* samples go on for this long */
 static const double slow_seconds = 2;     /* from here on progress is drawn */
 
-/* ---- Running one sample ---- */
+/* ---- Running one sample ------------------------------------------------------------------------- */
 
 static csa_status run_prepare(bench_data *d)
 {
@@ -97,7 +97,7 @@ int bench_run_item(bench_data *d, bench_item item)
     return status ? tool_library_error("bench", bench_item_name(item, d->prefill), status) : TOOL_OK;
 }
 
-/* ---- Sampling ---- */
+/* ---- Sampling ----------------------------------------------------------------------------------- */
 
 bench_parts bench_parts_of(unsigned items)
 {

@@ -32,7 +32,7 @@ static const char *const blues[LEVELS] = {"#d3e4f3", "#b0d2e8", "#86bcdc", "#5ba
 static const char *const oranges[LEVELS] = {"#fee3c8", "#fdcf9f", "#fdb06e", "#fb8f3e",
                                             "#ee6b18", "#d54c06", "#a83703", "#7f2704"};
 
-/* ---- Gathering ---- */
+/* ---- Gathering ---------------------------------------------------------------------------------- */
 
 bool heatmap_open(heatmap *h, int64_t rows, int64_t regions)
 {
@@ -94,7 +94,7 @@ void heatmap_add_mark(heatmap *h, int64_t row, int64_t region)
         h->marks[h->mark_count++] = (heatmap_mark){row, region};
 }
 
-/* ---- Drawing ---- */
+/* ---- Drawing ------------------------------------------------------------------------------------ */
 
 typedef struct picture {
     const heatmap *h;

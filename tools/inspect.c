@@ -43,7 +43,7 @@ typedef struct inspector {
     int64_t cases;
 } inspector;
 
-/* ---- A case ---- */
+/* ---- A case ------------------------------------------------------------------------------------- */
 
 /* The first of those that see most. */
 static int64_t default_row(const inspect_view *v)
@@ -130,7 +130,7 @@ static int show_case(inspector *s, const capture_case *what)
     return code;
 }
 
-/* ---- The file ---- */
+/* ---- The file ----------------------------------------------------------------------------------- */
 
 static bool wanted(const inspector *s, const capture_case *what)
 {

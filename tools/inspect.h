@@ -19,7 +19,7 @@ typedef struct inspect_options {
     bool json;
 } inspect_options;
 
-/* ---- What a case knows of its rows (inspect_load.c) ----------------------------------------------------- */
+/* ---- What a case knows of its rows (inspect_load.c) --------------------------------------------- */
 
 /* Everything lives as long as the view. */
 typedef struct inspect_view {
@@ -56,13 +56,13 @@ void inspect_close(inspect_view *v);
 /* Regions that a row sees, its own included; 0 for an inactive row. */
 int64_t inspect_seen(const inspect_view *v, int64_t row);
 
-/* ---- Softmax mass (inspect_mass.c) ---------------------------------------------------------------------- */
+/* ---- Softmax mass (inspect_mass.c) -------------------------------------------------------------- */
 
 /* mass[head, r] is the share of a head's dense softmax that region r < inspect_seen holds. False without
  * memory. The view has heads. */
 bool inspect_mass(inspect_view *v, int64_t row, double *mass);
 
-/* ---- One row (inspect_row.c) ---------------------------------------------------------------------------- */
+/* ---- One row (inspect_row.c) -------------------------------------------------------------------- */
 
 typedef struct inspect_row {
     int64_t row, seen;
@@ -83,7 +83,7 @@ typedef struct inspect_row {
 bool inspect_row_open(inspect_row *r, inspect_view *v, int64_t row);
 void inspect_row_close(inspect_row *r);
 
-/* ---- Output (inspect_report.c) -------------------------------------------------------------------------- */
+/* ---- Output (inspect_report.c) ------------------------------------------------------------------ */
 
 void inspect_print(FILE *out, const inspect_view *v, const inspect_row *r, int64_t best);
 struct json_t *inspect_json(const inspect_view *v, const inspect_row *r, int64_t best);

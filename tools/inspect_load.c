@@ -22,7 +22,7 @@ int64_t inspect_seen(const inspect_view *v, int64_t row)
     return place->active && place->position >= 0 ? least(place->position / CSA_REGION + 1, v->regions) : 0;
 }
 
-/* ---- Scores and selections ---- */
+/* ---- Scores and selections ---------------------------------------------------------------------- */
 
 /* A recorded output that is whole. */
 static const void *recorded(replay_case *c, const char *name, csa_dtype dtype, int64_t rows, int64_t columns)
@@ -80,7 +80,7 @@ static void take_selection(inspect_view *v, const inspect_options *o, const char
         compute_selection(v);
 }
 
-/* ---- Ops ---- */
+/* ---- Ops ---------------------------------------------------------------------------------------- */
 
 static void take_rows(inspect_view *v)
 {
@@ -199,7 +199,7 @@ static void load_attend(inspect_view *v, const inspect_options *o)
         replay_fault(c, TOOL_USAGE, "--topk", "the case has no scores to select from");
 }
 
-/* ---- A recorded context ---- */
+/* ---- A recorded context ------------------------------------------------------------------------- */
 
 static int serve_context(inspect_view *v, const inspect_options *o)
 {
@@ -256,7 +256,7 @@ static int load_context(inspect_view *v, const inspect_options *o)
     return code;
 }
 
-/* ---- Cases ---- */
+/* ---- Cases -------------------------------------------------------------------------------------- */
 
 typedef void (*loader)(inspect_view *v, const inspect_options *options);
 

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- A recorded context ---- */
+/* ---- A recorded context ------------------------------------------------------------------------- */
 
 static void context_mass(inspect_view *v, int64_t row, double *mass)
 {
@@ -20,7 +20,7 @@ static void context_mass(inspect_view *v, int64_t row, double *mass)
         exact_add_mass(&v->exact, query, row % v->groups * v->heads + head, mass + head * seen);
 }
 
-/* ---- A paged cache ---- */
+/* ---- A paged cache ------------------------------------------------------------------------------ */
 
 /* Logits of a head; -inf for a token that no block holds. */
 static void find_logits(const inspect_view *v, int64_t row, int64_t head, int64_t tokens, double *logits)

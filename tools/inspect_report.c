@@ -8,7 +8,7 @@
 #include <jansson.h>
 #include <math.h>
 
-/* ---- Text ---- */
+/* ---- Text --------------------------------------------------------------------------------------- */
 
 static double score_of(const inspect_view *v, const inspect_row *r, int64_t region)
 {
@@ -133,7 +133,7 @@ void inspect_print(FILE *out, const inspect_view *v, const inspect_row *r, int64
                 r->kept, v->heads, r->lowest, r->own);
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 /* JSON has no NaN and no infinity: null. */
 static json_t *real(double value)

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Ranks ---- */
+/* ---- Ranks -------------------------------------------------------------------------------------- */
 
 static bool same_score(float a, float b)
 {
@@ -35,7 +35,7 @@ static bool rank(inspect_row *r, const float *scores)
     return places && r->order;
 }
 
-/* ---- The selection ---- */
+/* ---- The selection ------------------------------------------------------------------------------ */
 
 /* Only the last min(seen, columns) entries are used; one that stands twice is idle the second time. */
 static void mark_chosen(inspect_row *r, const int64_t *list, int64_t columns)
@@ -77,7 +77,7 @@ static void find_difference(inspect_row *r, int64_t topk)
         r->differ += r->chosen[r->order[i]] != (i < best);
 }
 
-/* ---- Mass ---- */
+/* ---- Mass --------------------------------------------------------------------------------------- */
 
 static bool find_mass(inspect_row *r, inspect_view *v)
 {

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Numbers ---- */
+/* ---- Numbers ------------------------------------------------------------------------------------ */
 
 static double from_bf16(uint16_t code)
 {
@@ -131,7 +131,7 @@ int64_t judge_steps(csa_dtype dtype, const void *a, const void *b, int64_t index
     return same ? 0 : INT64_MAX;
 }
 
-/* ---- Rows ---- */
+/* ---- Rows --------------------------------------------------------------------------------------- */
 
 judge_row judge_row_of(int64_t request, int64_t seen, int64_t slot)
 {
@@ -150,7 +150,7 @@ static int64_t find_block(const csa_tensor *table, int64_t request, int64_t regi
     return block >= 0 && block < blocks ? block : -1;
 }
 
-/* ---- Scores ---- */
+/* ---- Scores ------------------------------------------------------------------------------------- */
 
 void judge_load_query(judge_query *query, csa_dtype dtype, const void *values, const float *weights,
                       int64_t row, int64_t stored, int32_t heads)
@@ -206,7 +206,7 @@ bool judge_score_within(float got, float score, double bound)
     return got == score || (isnan(got) && isnan(score));
 }
 
-/* ---- Selection ---- */
+/* ---- Selection ---------------------------------------------------------------------------------- */
 
 int judge_by_rank(const void *a, const void *b)
 {
@@ -253,7 +253,7 @@ bool judge_select(const float *scores, int64_t regions, int64_t current, int64_t
     return true;
 }
 
-/* ---- Attention ---- */
+/* ---- Attention ---------------------------------------------------------------------------------- */
 
 int64_t judge_cache_row(const judge_cache *cache, int64_t request, int64_t group, int64_t token)
 {

@@ -10,7 +10,7 @@
 
 enum { JUDGE_HEADS = 16 };
 
-/* ---- Numbers ------------------------------------------------------------------------------------------- */
+/* ---- Numbers ------------------------------------------------------------------------------------ */
 
 /* An element of a bf16, e4m3 or fp32 array, exactly. */
 double judge_value(csa_dtype dtype, const void *data, int64_t index);
@@ -26,7 +26,7 @@ uint8_t judge_to_e4m3(double value);
  * number and for any other difference. */
 int64_t judge_steps(csa_dtype dtype, const void *a, const void *b, int64_t index);
 
-/* ---- Rows (sections 1 and 4) --------------------------------------------------------------------------- */
+/* ---- Rows (sections 1 and 4) -------------------------------------------------------------------- */
 
 typedef struct judge_row {
     bool active;
@@ -48,7 +48,7 @@ typedef struct judge_cache {
 /* The element of kv at which a token's cache row begins, -1 if no block holds it. */
 int64_t judge_cache_row(const judge_cache *cache, int64_t request, int64_t group, int64_t token);
 
-/* ---- Scores (section 4) -------------------------------------------------------------------------------- */
+/* ---- Scores (section 4) ------------------------------------------------------------------------- */
 
 typedef struct judge_query {
     int32_t heads;
@@ -70,7 +70,7 @@ void judge_score(const judge_query *query, const uint8_t *key, float *score, dou
 /* Is `got` within bound of score? What is not finite has to be equal. */
 bool judge_score_within(float got, float score, double bound);
 
-/* ---- Selection (section 5) ----------------------------------------------------------------------------- */
+/* ---- Selection (section 5) ---------------------------------------------------------------------- */
 
 /* A region and its score. */
 typedef struct judge_ranked {
@@ -85,7 +85,7 @@ int judge_by_rank(const void *a, const void *b);
  * regions <= topk. */
 bool judge_select(const float *scores, int64_t regions, int64_t current, int64_t topk, int64_t *selected);
 
-/* ---- Attention (section 6) ----------------------------------------------------------------------------- */
+/* ---- Attention (section 6) ---------------------------------------------------------------------- */
 
 typedef struct judge_attend_args {
     const judge_cache *cache;

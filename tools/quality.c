@@ -22,7 +22,7 @@ void quality_widen(const uint16_t *codes, int64_t size, double *values)
         values[i] = widen(codes[i]);
 }
 
-/* ---- Distances ---- */
+/* ---- Distances ---------------------------------------------------------------------------------- */
 
 static double relative(double error, double norm)
 {
@@ -56,7 +56,7 @@ double deviation_mean(const deviation *d)
     return d->pairs ? d->sum / (double)d->pairs : 0;
 }
 
-/* ---- Exact attention ---- */
+/* ---- Exact attention ---------------------------------------------------------------------------- */
 
 bool exact_open(exact_attention *e, const run_context *source)
 {

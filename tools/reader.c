@@ -54,7 +54,7 @@ __attribute__((format(printf, 2, 3))) static bool refuse(char *text, const char 
     return false;
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 static bool too_deep(const char *json, size_t size)
 {
@@ -89,7 +89,7 @@ json_t *reader_json(const char *json, size_t size, char text[READER_TEXT])
     return value;
 }
 
-/* ---- One tensor of the header ---- */
+/* ---- One tensor of the header ------------------------------------------------------------------- */
 
 static bool parse_dtype(const json_t *entry, const char *name, reader_tensor *tensor, char *text)
 {
@@ -169,7 +169,7 @@ static bool parse_metadata(const json_t *metadata, char *text)
     return true;
 }
 
-/* ---- The whole header ---- */
+/* ---- The whole header --------------------------------------------------------------------------- */
 
 static bool parse_entries(reader *file, const unsigned char *data, size_t size, char *text)
 {
@@ -281,7 +281,7 @@ bool reader_parse(const void *bytes, size_t size, reader *file, char text[READER
     return true;
 }
 
-/* ---- Files ---- */
+/* ---- Files -------------------------------------------------------------------------------------- */
 
 static bool read_at(int handle, unsigned char *to, size_t size, size_t offset)
 {
@@ -364,7 +364,7 @@ const json_t *reader_metadata(const reader *file)
     return json_object_get(file->header, "__metadata__");
 }
 
-/* ---- Writing ---- */
+/* ---- Writing ------------------------------------------------------------------------------------ */
 
 static int by_element(const void *a, const void *b)
 {

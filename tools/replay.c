@@ -44,7 +44,7 @@ typedef struct settings {
     bool json;
 } settings;
 
-/* ---- Cases ---- */
+/* ---- Cases -------------------------------------------------------------------------------------- */
 
 static const struct {
     const char *op;
@@ -126,7 +126,7 @@ int replay_run_case(replay *run, const char *path, const capture *file, const ca
     return c.code;
 }
 
-/* ---- Files ---- */
+/* ---- Files -------------------------------------------------------------------------------------- */
 
 /* The graver of two exit codes: a file that is broken hides what failed, a failure what is not supported. */
 static int graver(int a, int b)

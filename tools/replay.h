@@ -14,7 +14,7 @@
 #include "judge.h"
 #include "tool.h"
 
-/* ---- The run and its results --------------------------------------------------------------------------- */
+/* ---- The run and its results -------------------------------------------------------------------- */
 
 typedef enum replay_verdict {
     REPLAY_PASS,
@@ -52,7 +52,7 @@ typedef struct replay {
 void replay_print_table(const replay *run, int code);
 void replay_print_json(const replay *run, int code);
 
-/* ---- A case -------------------------------------------------------------------------------------------- */
+/* ---- A case ------------------------------------------------------------------------------------- */
 
 typedef struct replay_block replay_block;
 
@@ -93,7 +93,7 @@ static inline bool replay_ok(const replay_case *c)
 __attribute__((format(printf, 4, 5))) void replay_fault(replay_case *c, int code, const char *subject,
                                                         const char *format, ...);
 
-/* ---- Scalars. A missing or impossible one is a fault (exit 4) and reads as the lowest value ------------- */
+/* ---- Scalars. A missing or impossible one is a fault (exit 4) and reads as the lowest value ----- */
 
 /* A list of `count` int32 numbers, as a tensor. */
 csa_tensor replay_list(replay_case *c, const char *name, int64_t count);
@@ -102,7 +102,7 @@ int64_t replay_integer(replay_case *c, const char *name, int64_t low, int64_t hi
 double replay_real(replay_case *c, const char *name);
 bool replay_flag(replay_case *c, const char *name, bool otherwise);
 
-/* ---- Tensors ------------------------------------------------------------------------------------------- */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 enum { REPLAY_ANY = -1 };
 
@@ -133,7 +133,7 @@ int64_t replay_elements(const csa_tensor *tensor);
 /* The first `count` of the first extent, from `first` on. */
 csa_tensor replay_rows(csa_tensor tensor, int64_t first, int64_t count);
 
-/* ---- Calls --------------------------------------------------------------------------------------------- */
+/* ---- Calls -------------------------------------------------------------------------------------- */
 
 /* Runs a call and, with --bench, times it `bench` times more; outputs are then those of the first run. Its
  * status is checked, and its time is what later checks report. */
@@ -144,7 +144,7 @@ csa_tensor replay_rows(csa_tensor tensor, int64_t first, int64_t count);
 bool replay_next(replay_case *c);
 void replay_ran(replay_case *c, const char *call, csa_status status);
 
-/* ---- Checks -------------------------------------------------------------------------------------------- */
+/* ---- Checks ------------------------------------------------------------------------------------- */
 
 /* How an output is compared: limits, if not NULL, has for each i the number of leading elements of [i, ...]
  * that are specified. */
@@ -207,7 +207,7 @@ void replay_check_attention(replay_case *c, const char *name, csa_tensor got, co
 void replay_judge_attention(replay_case *c, const char *what, csa_tensor got, const judge_attend_args *args,
                             const judge_row *rows, int64_t groups);
 
-/* ---- Ops ----------------------------------------------------------------------------------------------- */
+/* ---- Ops ---------------------------------------------------------------------------------------- */
 
 typedef void (*replay_function)(replay_case *c);
 

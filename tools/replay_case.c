@@ -36,7 +36,7 @@ void replay_fault(replay_case *c, int code, const char *subject, const char *for
     c->code = tool_fail(code, subcommand, "%s: case %.200s: %s: %s", c->path, c->what->name, subject, text);
 }
 
-/* ---- Scalars ---- */
+/* ---- Scalars ------------------------------------------------------------------------------------ */
 
 int64_t replay_integer(replay_case *c, const char *name, int64_t low, int64_t high)
 {
@@ -85,7 +85,7 @@ csa_tensor replay_list(replay_case *c, const char *name, int64_t count)
     return tensor;
 }
 
-/* ---- Tensors of the file ---- */
+/* ---- Tensors of the file ------------------------------------------------------------------------ */
 
 bool replay_has(const replay_case *c, const char *name)
 {
@@ -160,7 +160,7 @@ csa_tensor replay_rows(csa_tensor tensor, int64_t first, int64_t count)
     return tensor;
 }
 
-/* ---- Memory ---- */
+/* ---- Memory ------------------------------------------------------------------------------------- */
 
 /* Bytes of a tensor, SIZE_MAX if they do not fit. */
 static size_t bytes_of(csa_dtype dtype, int32_t ndim, const int64_t *shape)
@@ -245,7 +245,7 @@ void replay_free(replay_case *c)
                       (replay_result){.verdict = REPLAY_FAIL, .note = "bytes outside an output changed"});
 }
 
-/* ---- Calls ---- */
+/* ---- Calls -------------------------------------------------------------------------------------- */
 
 static void save_outputs(replay_case *c)
 {

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- Reports ---- */
+/* ---- Reports ------------------------------------------------------------------------------------ */
 
 static char *copy_text(const char *text)
 {
@@ -55,7 +55,7 @@ static void report(replay_case *c, const char *output, bool pass, replay_result 
     report_as(c, output, pass ? REPLAY_PASS : REPLAY_FAIL, result);
 }
 
-/* ---- Element by element ---- */
+/* ---- Element by element ------------------------------------------------------------------------- */
 
 /* Where element `index` of a tensor of shape `shape` lies in `whole`, which may be larger. */
 static int64_t place_in(const csa_tensor *whole, const int64_t *shape, int64_t index)
@@ -133,7 +133,7 @@ static void describe(replay_result *result, difference d, int64_t steps)
         snprintf(result->note, sizeof result->note, "first at entry %lld", (long long)d.first);
 }
 
-/* ---- Recorded outputs ---- */
+/* ---- Recorded outputs --------------------------------------------------------------------------- */
 
 static const reader_tensor *find_recorded(replay_case *c, const char *name)
 {
@@ -284,7 +284,7 @@ void replay_keep(replay_case *c, const char *name, csa_tensor got, const int64_t
     put_kept(run, kept);
 }
 
-/* ---- Scores ---- */
+/* ---- Scores ------------------------------------------------------------------------------------- */
 
 typedef struct score_errors {
     double largest; /* in bounds */
@@ -349,7 +349,7 @@ void replay_judge_scores(replay_case *c, const char *what, csa_tensor got, repla
     check_scores(c, what, got, (csa_tensor){0}, scorer);
 }
 
-/* ---- Selections ---- */
+/* ---- Selections --------------------------------------------------------------------------------- */
 
 void replay_check_selected(replay_case *c, const char *name, csa_tensor got, csa_tensor scores,
                            const int64_t *current, int64_t topk)
@@ -365,7 +365,7 @@ void replay_check_selected(replay_case *c, const char *name, csa_tensor got, csa
     replay_keep(c, name, got, NULL);
 }
 
-/* ---- Attention ---- */
+/* ---- Attention ---------------------------------------------------------------------------------- */
 
 static const double total_limit = 4e-3, head_limit = 8e-3, recorded_limit = 6e-3;
 

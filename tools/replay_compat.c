@@ -23,7 +23,7 @@ static csa_tensor plain_pages(csa_tensor t)
     return t.ndim > 0 ? csa_tensor_2d(t.data, CSA_U8, t.shape[0], PAGE) : t;
 }
 
-/* ---- Packing ---- */
+/* ---- Packing ------------------------------------------------------------------------------------ */
 
 static int64_t packed_pages(replay_case *c, int64_t *regions)
 {
@@ -94,7 +94,7 @@ void replay_pack_decode(replay_case *c)
     replay_check(c, "schedule", a.schedule, REPLAY_EXACT);
 }
 
-/* ---- Paged scores ---- */
+/* ---- Paged scores ------------------------------------------------------------------------------- */
 
 typedef struct paged_judge {
     const csa_compat_score_args *args;
@@ -178,7 +178,7 @@ void replay_score_paged(replay_case *c)
     replay_check_scores(c, "scores", a.scores, scorer);
 }
 
-/* ---- Scores of a prefill step ---- */
+/* ---- Scores of a prefill step ------------------------------------------------------------------- */
 
 void replay_score_packed(replay_case *c, replay_packed *packed, replay_scoring *s, int64_t topk)
 {
@@ -227,7 +227,7 @@ replay_scorer replay_packed_scorer(replay_packed *packed)
     return (replay_scorer){score_packed_row, packed, packed->limits, NULL};
 }
 
-/* ---- Prefill metadata ---- */
+/* ---- Prefill metadata --------------------------------------------------------------------------- */
 
 /* As many requests as the owners name, as far as the numbers of their pages fit. */
 static int64_t count_requests(replay_case *c, csa_tensor owners, int64_t pages)

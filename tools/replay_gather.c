@@ -18,7 +18,7 @@ static csa_tensor entries_of(replay_case *c, csa_tensor list, csa_tensor ends)
 
 static const replay_tolerance by_data = {.free_size = true};
 
-/* ---- Page lists ---- */
+/* ---- Page lists --------------------------------------------------------------------------------- */
 
 static csa_compat_pages_args list_pages(replay_case *c, const csa_tokens *tokens, const csa_cache *cache,
                                         csa_tensor selected)
@@ -58,7 +58,7 @@ void replay_attend_pages(replay_case *c, const replay_scoring *s, replay_attenti
     replay_check_attended(c, "out_paged", p.out, a, selected, s->places);
 }
 
-/* ---- Gathered rows ---- */
+/* ---- Gathered rows ------------------------------------------------------------------------------ */
 
 /* Room for rows of a selection that is `columns` wide. */
 static csa_compat_gather_args gather_args(replay_case *c, int64_t rows, int64_t columns)
@@ -107,7 +107,7 @@ void replay_attend_gathered(replay_case *c, const replay_scoring *s, replay_atte
     replay_check_attended(c, "out_ragged", r.out, a, selected, s->places);
 }
 
-/* ---- Staging ---- */
+/* ---- Staging ------------------------------------------------------------------------------------ */
 
 /* Most blocks that requests of these lengths can have. */
 static int64_t count_blocks(replay_case *c, const csa_tokens *tokens, int64_t block_size)
@@ -136,7 +136,7 @@ static void stage(replay_case *c, const csa_tokens *tokens, const csa_cache *cac
     replay_check(c, "staged_table", a.staged_table, REPLAY_EXACT);
 }
 
-/* ---- The op ---- */
+/* ---- The op ------------------------------------------------------------------------------------- */
 
 void replay_gather(replay_case *c)
 {

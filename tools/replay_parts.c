@@ -11,7 +11,7 @@ void *replay_memory(replay_case *c, int64_t count, size_t size)
     return replay_output(c, CSA_U8, REPLAY_SHAPE(count, (int64_t)size)).data;
 }
 
-/* ---- Tokens and rows ---- */
+/* ---- Tokens and rows ---------------------------------------------------------------------------- */
 
 static void place_decode(replay_case *c, replay_scoring *s)
 {
@@ -64,7 +64,7 @@ void replay_load_prefill(replay_case *c, replay_scoring *s)
     place_prefill(c, s);
 }
 
-/* ---- Scores ---- */
+/* ---- Scores ------------------------------------------------------------------------------------- */
 
 csa_rows replay_row_outputs(replay_case *c, int64_t rows)
 {
@@ -155,7 +155,7 @@ void replay_check_rows(replay_case *c, const replay_scoring *s, bool keep_all)
     replay_keep(c, "topk_lengths", s->rows.topk_lengths, NULL);
 }
 
-/* ---- Selection ---- */
+/* ---- Selection ---------------------------------------------------------------------------------- */
 
 csa_tensor replay_select_rows(replay_case *c, csa_tensor scores, csa_tensor current, int64_t topk)
 {
@@ -167,7 +167,7 @@ csa_tensor replay_select_rows(replay_case *c, csa_tensor scores, csa_tensor curr
     return selected;
 }
 
-/* ---- Attention ---- */
+/* ---- Attention ---------------------------------------------------------------------------------- */
 
 csa_tensor replay_kv(replay_case *c, const char *name, csa_cache *cache, int64_t groups)
 {

@@ -25,7 +25,7 @@ static const char *verdict_of(int code)
     return code == TOOL_OK ? "pass" : code == TOOL_CHECK_FAILED ? "fail" : "error";
 }
 
-/* ---- Table ---- */
+/* ---- Table -------------------------------------------------------------------------------------- */
 
 /* Names come from files: what a terminal would obey is not printed. */
 static void print_cell(const char *text, int width)
@@ -127,7 +127,7 @@ void replay_print_table(const replay *run, int code)
         threads == 1 ? "" : "s");
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 /* null for what JSON cannot hold. */
 static json_t *number(double value)

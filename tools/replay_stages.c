@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- Prepare ---- */
+/* ---- Prepare ------------------------------------------------------------------------------------ */
 
 enum { INDEX_VALUES = CSA_SUMMARY_SIZE, MOST = REPLAY_MOST };
 
@@ -149,7 +149,7 @@ void replay_prepare(replay_case *c)
     replay_check(c, "cache", cache.kv, (replay_tolerance){.steps = 1, .nan_as_lowest = true});
 }
 
-/* ---- Summarize ---- */
+/* ---- Summarize ---------------------------------------------------------------------------------- */
 
 typedef struct summary_call {
     csa_tokens tokens;
@@ -283,7 +283,7 @@ void replay_summarize_prefill(replay_case *c)
     prefill_planned(c, s, metadata);
 }
 
-/* ---- Score, select, attend, gate ---- */
+/* ---- Score, select, attend, gate ---------------------------------------------------------------- */
 
 void replay_score_decode(replay_case *c)
 {

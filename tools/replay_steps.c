@@ -29,7 +29,7 @@ static void load_step(replay_case *c, step *s)
     replay_load_attention(c, &s->attention, &g->tokens, &g->cache, g->count, g->groups);
 }
 
-/* ---- Each stage from recorded outputs ---- */
+/* ---- Each stage from recorded outputs ----------------------------------------------------------- */
 
 /* A recorded output to start from, our own where there is none (or it was cut). */
 static csa_tensor recorded_or(replay_case *c, const char *name, csa_tensor own)
@@ -48,7 +48,7 @@ static csa_tensor select_checked(replay_case *c, const step *s)
     return selected;
 }
 
-/* ---- The stages in a row, and the composite ---- */
+/* ---- The stages in a row, and the composite ----------------------------------------------------- */
 
 /* From the inputs through our own outputs. */
 static csa_tensor chain(replay_case *c, step *s)
@@ -145,7 +145,7 @@ static csa_tensor compare_ways(replay_case *c, step *s, bool prefill)
     return selected;
 }
 
-/* ---- Decode ---- */
+/* ---- Decode ------------------------------------------------------------------------------------- */
 
 void replay_decode_step(replay_case *c)
 {
@@ -165,7 +165,7 @@ void replay_decode_step(replay_case *c)
     replay_keep(c, "out", s.attention.out, NULL);
 }
 
-/* ---- Prefill ---- */
+/* ---- Prefill ------------------------------------------------------------------------------------ */
 
 /* The reference's packed and paged scores. Where all regions are selected it has none. */
 static csa_tensor score_packed(replay_case *c, step *s)

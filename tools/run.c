@@ -68,7 +68,7 @@ static const char help[] =
 
 const run_bounds run_limits = {.recorded = 1e-6, .dense = 1e-5, .sparse = 4e-3, .sparse_head = 8e-3};
 
-/* ---- Arguments ---- */
+/* ---- Arguments ---------------------------------------------------------------------------------- */
 
 /* What only a generated context has. */
 static const char *generated_option(const run_options *o)
@@ -146,7 +146,7 @@ int tool_run(int argc, char **argv)
     return o.path ? run_recorded(&o) : run_generated(&o);
 }
 
-/* ---- The verdict ---- */
+/* ---- The verdict -------------------------------------------------------------------------------- */
 
 void run_fail(run_verdict *verdict, const char *format, ...)
 {
@@ -180,7 +180,7 @@ void run_judge_sparse(run_verdict *verdict, const char *what, const deviation *s
                  overall, sparse->worst, run_limits.sparse, run_limits.sparse_head);
 }
 
-/* ---- Figures ---- */
+/* ---- Figures ------------------------------------------------------------------------------------ */
 
 static int compare_doubles(const void *a, const void *b)
 {

@@ -45,7 +45,7 @@ static void copy_printable(const char *from, char *to, size_t capacity)
     to[i] = '\0';
 }
 
-/* ---- Scalars ---- */
+/* ---- Scalars ------------------------------------------------------------------------------------ */
 
 static int64_t take_integer(source *s, const char *name, int64_t low, int64_t high)
 {
@@ -69,7 +69,7 @@ static float take_scale(source *s)
     return scale;
 }
 
-/* ---- Tensors ---- */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 static void describe(const csa_tensor *t, char *text, size_t capacity)
 {
@@ -125,7 +125,7 @@ static int64_t find_index_heads(source *s)
     return heads;
 }
 
-/* ---- The case ---- */
+/* ---- The case ----------------------------------------------------------------------------------- */
 
 static void load(source *s, run_context *c)
 {

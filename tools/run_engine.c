@@ -25,7 +25,7 @@ static size_t kv_element(const engine *e)
     return e->options.e4m3 ? sizeof(uint8_t) : sizeof(uint16_t);
 }
 
-/* ---- Memory ---- */
+/* ---- Memory ------------------------------------------------------------------------------------- */
 
 /* Most tokens of a step. */
 static int64_t step_tokens(const engine *e)
@@ -119,7 +119,7 @@ void engine_close(engine *e)
     csa_context_destroy(e->context);
 }
 
-/* ---- What stays the same over all steps ---- */
+/* ---- What stays the same over all steps --------------------------------------------------------- */
 
 /* A fixed permutation of the blocks, so that neighbouring tokens, and the blocks of a request, lie far apart.
  */
@@ -232,7 +232,7 @@ int engine_open(engine *e, const generator *source, const engine_options *option
     return make_context(e);
 }
 
-/* ---- Steps ---- */
+/* ---- Steps -------------------------------------------------------------------------------------- */
 
 int64_t engine_slot(const engine *e, int64_t request, int64_t position)
 {
@@ -411,7 +411,7 @@ int engine_attend_again(engine *e)
     return status ? tool_library_error("run", "csa_decode", status) : TOOL_OK;
 }
 
-/* ---- For those who compare ---- */
+/* ---- For those who compare ---------------------------------------------------------------------- */
 
 dense_step engine_dense_step(const engine *e, int64_t token)
 {

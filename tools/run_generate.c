@@ -38,7 +38,7 @@ typedef struct term {
     const float *values;
 } term;
 
-/* ---- Random numbers ---- */
+/* ---- Random numbers ----------------------------------------------------------------------------- */
 
 static uint64_t scramble(uint64_t x) /* splitmix64 */
 {
@@ -76,7 +76,7 @@ static void fill_noise(generator *g)
     }
 }
 
-/* ---- Structure ---- */
+/* ---- Structure ---------------------------------------------------------------------------------- */
 
 /* Low topics are frequent, high ones rare: topic k comes as often as k^(-1/3). */
 static int16_t draw_topic(uint64_t random)
@@ -162,7 +162,7 @@ const float *generate_needle_value(const generator *g, int64_t request, int64_t 
     return vector_of(g, VALUE_NEEDLE, request, needle, group);
 }
 
-/* ---- Tokens ---- */
+/* ---- Tokens ------------------------------------------------------------------------------------- */
 
 static uint16_t to_bf16(float value) /* finite */
 {

@@ -14,7 +14,7 @@
 
 enum { REPEATS = 3 /* of what is timed for comparison */ };
 
-/* ---- Before ---- */
+/* ---- Before ------------------------------------------------------------------------------------- */
 
 static void fill_in(int64_t *value, int64_t unsaid, int64_t otherwise)
 {
@@ -109,7 +109,7 @@ static int prepare(generated *g)
     return code;
 }
 
-/* ---- Judging a step ---- */
+/* ---- Judging a step ----------------------------------------------------------------------------- */
 
 static const uint16_t *output_of(const generated *g, int64_t token, int64_t head)
 {
@@ -256,7 +256,7 @@ static void look_for_needle(generated *g, int64_t token, int64_t request, int64_
     g->found += found;
 }
 
-/* ---- Steps ---- */
+/* ---- Steps -------------------------------------------------------------------------------------- */
 
 static int prefill(generated *g)
 {
@@ -336,7 +336,7 @@ static int decode(generated *g)
     return TOOL_OK;
 }
 
-/* ---- After ---- */
+/* ---- After -------------------------------------------------------------------------------------- */
 
 static void count_costs(generated *g)
 {

@@ -44,7 +44,7 @@ static figures gather(generated *g)
     return f;
 }
 
-/* ---- Text ---- */
+/* ---- Text --------------------------------------------------------------------------------------- */
 
 static void print_setting(const generated *g, const figures *f)
 {
@@ -135,7 +135,7 @@ static void print_text(const generated *g, const figures *f)
     printf("\n%s: %s\n", g->verdict.failed ? "FAILED" : "ok", g->verdict.text);
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 static json_t *context_json(const generated *g)
 {

@@ -38,7 +38,7 @@ typedef struct run {
     run_verdict verdict;
 } run;
 
-/* ---- The run ---- */
+/* ---- The run ------------------------------------------------------------------------------------ */
 
 static int prepare(run *r)
 {
@@ -184,7 +184,7 @@ static int decode(run *r)
     return code;
 }
 
-/* ---- The verdict ---- */
+/* ---- The verdict -------------------------------------------------------------------------------- */
 
 static void judge(run *r)
 {
@@ -207,7 +207,7 @@ static void judge(run *r)
                                  : "; no dense attention was recorded");
 }
 
-/* ---- Output ---- */
+/* ---- Output ------------------------------------------------------------------------------------- */
 
 static double pairs(const run *r)
 {

@@ -19,7 +19,7 @@ static int64_t rows(const serve *s)
     return s->source->groups * s->source->heads;
 }
 
-/* ---- Memory ---- */
+/* ---- Memory ------------------------------------------------------------------------------------- */
 
 static bool allocate(serve *s)
 {
@@ -82,7 +82,7 @@ static void fill_cache(serve *s)
     }
 }
 
-/* ---- What stays the same over all steps ---- */
+/* ---- What stays the same over all steps --------------------------------------------------------- */
 
 static void describe_cache(serve *s)
 {
@@ -192,7 +192,7 @@ void serve_close(serve *s)
     free(s->selected);
 }
 
-/* ---- Steps ---- */
+/* ---- Steps -------------------------------------------------------------------------------------- */
 
 static void stand_at(serve *s, int64_t first, int64_t count)
 {

@@ -57,7 +57,7 @@ typedef struct size_report {
     size_t workspace;
 } size_report;
 
-/* ---- Arguments ---- */
+/* ---- Arguments ---------------------------------------------------------------------------------- */
 
 static int check_options(const size_options *o)
 {
@@ -114,7 +114,7 @@ static bool parse(int argc, char **argv, size_options *o, int *code)
     return *code == TOOL_OK;
 }
 
-/* ---- Figures ---- */
+/* ---- Figures ------------------------------------------------------------------------------------ */
 
 static bool exact(const size_report *r)
 {
@@ -170,7 +170,7 @@ static double ratio(uint64_t a, uint64_t b)
     return b ? (double)a / (double)b : 0;
 }
 
-/* ---- Text ---- */
+/* ---- Text --------------------------------------------------------------------------------------- */
 
 static void print_cost(const char *name, const cost *c)
 {
@@ -236,7 +236,7 @@ static void print_text(const size_report *r)
     print_memory(r);
 }
 
-/* ---- JSON ---- */
+/* ---- JSON --------------------------------------------------------------------------------------- */
 
 static json_int_t number(uint64_t value)
 {

@@ -103,7 +103,7 @@
 extern "C" {
 #endif
 
-/* ---- Sizes of the model (section 1). Others are refused until they are supported. --------------------- */
+/* ---- Sizes of the model (section 1). Others are refused until they are supported. --------------- */
 
 enum {
     CSA_REGION = 8,         /* tokens of a region */
@@ -119,7 +119,7 @@ enum {
     CSA_DEFAULT_TOPK = 512
 };
 
-/* ---- Status and version ------------------------------------------------------------------------------- */
+/* ---- Status and version ------------------------------------------------------------------------- */
 
 typedef enum csa_status {
     CSA_OK = 0,
@@ -144,7 +144,7 @@ CSA_API size_t csa_last_error(char *text, size_t capacity);
 CSA_API int csa_version(void);
 CSA_API const char *csa_version_string(void);
 
-/* ---- Tensors ------------------------------------------------------------------------------------------ */
+/* ---- Tensors ------------------------------------------------------------------------------------ */
 
 /* DLPack's DLDataType {code, bits, lanes = 1} as a little-endian 32-bit word. */
 typedef uint32_t csa_dtype;
@@ -198,7 +198,7 @@ static inline csa_tensor csa_tensor_1d(const void *data, csa_dtype dtype, int64_
     return t;
 }
 
-/* ---- Contexts ----------------------------------------------------------------------------------------- */
+/* ---- Contexts ----------------------------------------------------------------------------------- */
 
 typedef struct csa_context csa_context; /* a back end bound to a device, with its threads */
 typedef struct csa_plan csa_plan;       /* the host's work for one prefill step */
@@ -259,7 +259,7 @@ CSA_API const char *csa_backend_name(csa_backend backend);
  * what it stands for. */
 CSA_API csa_status csa_backend_describe(csa_backend backend, char *text, size_t capacity);
 
-/* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ----------------- */
+/* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ----------- */
 
 /*
  * The tokens a step works on: T tokens of `requests` requests. Filled once a step, shared by all layers.
@@ -336,7 +336,7 @@ typedef struct csa_workspace {
     size_t bytes;
 } csa_workspace;
 
-/* ---- Prepare (section 2): norm, RoPE, quantise, write the cache --------------------------------------- */
+/* ---- Prepare (section 2): norm, RoPE, quantise, write the cache --------------------------------- */
 
 /*
  * G groups of `heads` index heads (2 or 4) and of H query heads. The attention part (query, key, value and what
@@ -381,7 +381,7 @@ typedef struct csa_prepare_args {
 
 CSA_API csa_status csa_prepare(const csa_context *context, const csa_prepare_args *args);
 
-/* ---- Summarize (section 3): one summary per closed region --------------------------------------------- */
+/* ---- Summarize (section 3): one summary per closed region --------------------------------------- */
 
 /*
  * Needs the cache's summaries and, for requests that have one, the ring. key is what csa_prepare wrote to
@@ -417,7 +417,7 @@ CSA_API csa_status csa_summarize_prefill(const csa_context *context, const csa_s
 /* Writes the metadata of prefill (section 3); key, z and cache are not read and may be absent. */
 CSA_API csa_status csa_summarize_metadata(const csa_context *context, const csa_summarize_args *args);
 
-/* ---- Score (section 4) -------------------------------------------------------------------------------- */
+/* ---- Score (section 4) -------------------------------------------------------------------------- */
 
 /*
  * Scores of every region a row may see, in its own memory: scores[row, r] for r < min(lengths[row], regions),
@@ -437,7 +437,7 @@ typedef struct csa_score_args {
 
 CSA_API csa_status csa_score(const csa_context *context, const csa_score_args *args);
 
-/* ---- Select (section 5) ------------------------------------------------------------------------------- */
+/* ---- Select (section 5) ------------------------------------------------------------------------- */
 
 /*
  * The topk best of each row's `current` historical regions, and the current one, ascending, left-padded with
@@ -456,7 +456,7 @@ typedef struct csa_select_args {
 
 CSA_API csa_status csa_select(const csa_context *context, const csa_select_args *args);
 
-/* ---- Attend (section 6) ------------------------------------------------------------------------------- */
+/* ---- Attend (section 6) ------------------------------------------------------------------------- */
 
 /*
  * Attention of each row to the tokens of its selected regions, as far as the row sees them. Needs the cache's
@@ -481,7 +481,7 @@ typedef struct csa_attend_args {
 
 CSA_API csa_status csa_attend(const csa_context *context, const csa_attend_args *args);
 
-/* ---- Gate alone (section 6) --------------------------------------------------------------------------- */
+/* ---- Gate alone (section 6) --------------------------------------------------------------------- */
 
 typedef struct csa_gate_args {
     size_t size;
@@ -494,7 +494,7 @@ typedef struct csa_gate_args {
 
 CSA_API csa_status csa_gate(const csa_context *context, const csa_gate_args *args);
 
-/* ---- Whole steps: score + select + attend + gate ------------------------------------------------------ */
+/* ---- Whole steps: score + select + attend + gate ------------------------------------------------ */
 
 /* The same bits as csa_score, csa_select and csa_attend one after the other (prefill: under an invariant plan).
  * Tokens are handled in chunks, so that the workspace stays within the context's scratch_limit, if the scratch
@@ -575,7 +575,7 @@ typedef struct csa_layer_args {
 
 CSA_API csa_status csa_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
-/* ---- Asking before running ---------------------------------------------------------------------------- */
+/* ---- Asking before running ---------------------------------------------------------------------- */
 
 typedef enum csa_op {
     CSA_OP_PREPARE = 1,            /* csa_prepare_args */

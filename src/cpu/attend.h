@@ -58,8 +58,7 @@ typedef struct attend_tile {
 
 static const uint16_t attend_zeros[CSA_KV_SIZE];
 
-/* ---- Loading ------------------------------------------------------------------------------------------------
- */
+/* ---- Loading ------------------------------------------------------------------------------------ */
 
 static void attend_decode(const uint8_t *codes, uint16_t *to)
 {
@@ -119,8 +118,7 @@ static void attend_load(const attend_row *row, const attend_region *regions, int
     }
 }
 
-/* ---- Online softmax, lane by lane
- * ------------------------------------------------------------------------------ */
+/* ---- Online softmax, lane by lane --------------------------------------------------------------- */
 
 /* What is subtracted from logits: the largest so far; 0 as long as that is -inf, so that weights become 0. */
 static inline vf attend_base(vf max)
@@ -134,8 +132,7 @@ static inline vi attend_pair(vf even, vf odd)
     return vi_bf16(even) | vi_bf16(odd) << 16;
 }
 
-/* ---- Wide
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- Wide --------------------------------------------------------------------------------------- */
 
 static void wide_query(attend_row *row)
 {
@@ -229,8 +226,7 @@ static void wide_tile(const attend_row *row, const attend_tile *tile, attend_sum
     wide_values(s, tile, factor, pairs);
 }
 
-/* ---- Narrow
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- Narrow ------------------------------------------------------------------------------------- */
 
 enum {
     NARROW_REGIONS = LANES / 4,                                      /* of one transpose */
@@ -351,8 +347,7 @@ static void narrow_tile(const attend_row *row, const attend_tile *tile, attend_s
         }
 }
 
-/* ---- Units and their tree
- * ------------------------------------------------------------------------------------------- */
+/* ---- Units and their tree ----------------------------------------------------------------------- */
 
 static bool attend_is_wide(const attend_row *row)
 {
@@ -456,8 +451,7 @@ static void attend_units(const attend_row *row, int first, int end, attend_tree 
     }
 }
 
-/* ---- Rows
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- Rows --------------------------------------------------------------------------------------- */
 
 /* Reads where a row stands; count is 0 for an inactive one. */
 static void attend_place(attend_row *row, const csa_attend_args *a, int64_t index)
@@ -549,8 +543,7 @@ static void attend_whole_row(void *data, int64_t index)
     attend_finish(&row, &tree);
 }
 
-/* ---- Shares of all rows' units
- * ------------------------------------------------------------------------------------ */
+/* ---- Shares of all rows' units ------------------------------------------------------------------ */
 
 /* What shares know of rows they do not hold alone: the first and the last row of each. */
 typedef struct attend_part {

@@ -42,7 +42,7 @@ typedef struct prepare_kind {
     const prepare_angles *angles;
 } prepare_kind;
 
-/* ---- Weights and angles ------------------------------------------------------------------------------- */
+/* ---- Weights and angles ------------------------------------------------------------------------- */
 
 /* Adding -0 changes nothing. */
 static void prepare_weight(float *to, const csa_tensor *weight, int size, float centre)
@@ -77,7 +77,7 @@ static void prepare_find_angles(prepare_angles *angles, const csa_tensor *table,
     prepare_entries(angles->sine, table, position, angles->half, angles->half);
 }
 
-/* ---- Heads ---------------------------------------------------------------------------------------------- */
+/* ---- Heads -------------------------------------------------------------------------------------- */
 
 static inline void prepare_widen(float *x, const uint16_t *codes, int size)
 {
@@ -164,7 +164,7 @@ static inline void prepare_heads(prepare_head *x, int count, const prepare_kind 
     }
 }
 
-/* ---- The indexer's part ------------------------------------------------------------------------------- */
+/* ---- The indexer's part ------------------------------------------------------------------------- */
 
 static void prepare_index_query(const prepare_piece *p)
 {
@@ -233,7 +233,7 @@ static void prepare_index_key(const prepare_piece *p)
     prepare_narrow(out, *x, CSA_SUMMARY_SIZE);
 }
 
-/* ---- The attention's part ----------------------------------------------------------------------------- */
+/* ---- The attention's part ----------------------------------------------------------------------- */
 
 static void prepare_query(const prepare_piece *p)
 {

@@ -79,8 +79,7 @@ static inline vf vf_chains(const vf *c)
     return (vf)_mm512_permutexvar_ps(order, sum);
 }
 
-/* ---- What VBMI and BF16 do better --------------------------------------------------------------------------
- */
+/* ---- What VBMI and BF16 do better --------------------------------------------------------------- */
 
 #if CSA_VEC_BF16
 

@@ -79,7 +79,7 @@ static csa_status attend(const csa_context *context, attention *a)
     return csa_parallel(context, a->query->shape[0] * a->query->shape[1], attend_head, a);
 }
 
-/* ---- Pages -------------------------------------------------------------------------------------------- */
+/* ---- Pages -------------------------------------------------------------------------------------- */
 
 static int64_t row_pages(const csa_compat_attend_paged_args *a, int64_t row)
 {
@@ -118,7 +118,7 @@ csa_status csa_ref_compat_attend_paged(const csa_context *context, const csa_com
     return attend(context, &a);
 }
 
-/* ---- Gathered rows ------------------------------------------------------------------------------------ */
+/* ---- Gathered rows ------------------------------------------------------------------------------ */
 
 static int64_t count_ragged(const void *args, int64_t row)
 {

@@ -22,7 +22,7 @@ static void copy_token(const csa_cache *cache, int64_t block, int64_t offset, ui
     copy_half(cache, row + CSA_HEAD_SIZE * csa_itemsize(cache->kv.dtype), cache->v_scale, value);
 }
 
-/* ---- Gather ------------------------------------------------------------------------------------------- */
+/* ---- Gather ------------------------------------------------------------------------------------- */
 
 /* Counts a row's tokens and, where asked to, copies them to key and value from token `to` on. */
 static int64_t walk_row(const csa_compat_gather_args *a, int64_t row, int64_t to, bool copy)
@@ -59,7 +59,7 @@ csa_status csa_ref_compat_gather(const csa_context *context, const csa_compat_ga
     return csa_parallel(context, rows, gather_row, (void *)args);
 }
 
-/* ---- Stage -------------------------------------------------------------------------------------------- */
+/* ---- Stage -------------------------------------------------------------------------------------- */
 
 typedef struct staging {
     const csa_compat_stage_args *args;

@@ -4,7 +4,7 @@
  */
 #include "compat.h"
 
-/* ---- What decode and prefill know of their rows ------------------------------------------------------- */
+/* ---- What decode and prefill know of their rows ------------------------------------------------- */
 
 /* The stage that scores also writes the rows. */
 static csa_status write_rows(const csa_context *context, const csa_tokens *tokens, const csa_rows *rows,
@@ -28,7 +28,7 @@ static void write_page_table(const csa_tensor *table, const csa_tokens *tokens)
     }
 }
 
-/* ---- Schedule ----------------------------------------------------------------------------------------- */
+/* ---- Schedule ----------------------------------------------------------------------------------- */
 
 static int64_t segments(int64_t length)
 {
@@ -62,7 +62,7 @@ static csa_status write_schedule(const csa_context *context, const csa_rows *row
     return csa_ref_compat_schedule(context, &args);
 }
 
-/* ---- Packing ------------------------------------------------------------------------------------------ */
+/* ---- Packing ------------------------------------------------------------------------------------ */
 
 typedef struct packing {
     const csa_compat_pack_args *args;
@@ -114,7 +114,7 @@ csa_status csa_ref_compat_pack(const csa_context *context, const csa_compat_pack
     return status == CSA_OK ? write_schedule(context, args->rows_out, &args->schedule) : status;
 }
 
-/* ---- Prefill metadata --------------------------------------------------------------------------------- */
+/* ---- Prefill metadata --------------------------------------------------------------------------- */
 
 csa_status csa_ref_compat_metadata(const csa_context *context, const csa_compat_metadata_args *args,
                                    int64_t tokens)

@@ -84,7 +84,7 @@ static void rotate(float *x, const csa_tensor *table, int64_t position, int64_t 
     }
 }
 
-/* ---- The indexer's part ------------------------------------------------------------------------------- */
+/* ---- The indexer's part ------------------------------------------------------------------------- */
 
 static void index_query(const csa_prepare_args *a, int64_t token, int64_t position, bool zero)
 {
@@ -126,7 +126,7 @@ static void index_key(const csa_prepare_args *a, int64_t token, int64_t position
     store(csa_at(&a->index_key_out, token, 0, 0), x, CSA_SUMMARY_SIZE);
 }
 
-/* ---- The attention's part ----------------------------------------------------------------------------- */
+/* ---- The attention's part ----------------------------------------------------------------------- */
 
 static void attention_head(const csa_prepare_args *a, const uint16_t *in, const csa_tensor *norm,
                            int64_t position, bool zero, uint16_t *out)
