@@ -237,12 +237,11 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
         csa_refuse(c, CSA_ERROR_ARGUMENT, "prepare.query or prepare.cache is absent");
     if (c->status != CSA_OK)
         return;
-    csa_dim tokens = CSA_KNOWN_DIM("tokens", p->query.shape[0], "prepare.query"),
-            size = CSA_DIM("index key size");
+    csa_dim tokens = CSA_KNOWN_DIM("tokens", p->query.shape[0], "prepare.query");
     csa_dim groups = CSA_KNOWN_DIM("KV groups", p->query.shape[1], "prepare.query");
     csa_dim planned = CSA_KNOWN_DIM("tokens", plan ? plan->shape.tokens : 0, "the plan");
     csa_dim columns = CSA_FIXED_DIM("metadata columns", CSA_RUN_COLUMNS, "10");
-    size = CSA_FIXED_DIM("index key size", CSA_SUMMARY_SIZE, "256");
+    csa_dim size = CSA_FIXED_DIM("index key size", CSA_SUMMARY_SIZE, "256");
     int needs = CSA_NEED_TABLE | CSA_NEED_SLOTS | CSA_NEED_POSITIONS | (plan ? CSA_NEED_QUERY_START : 0);
     csa_check_tokens(c, a->prepare->tokens, needs, &tokens, &n->tokens);
     csa_check_cache(c, a->prepare->cache, CSA_NEED_KV | CSA_NEED_SUMMARIES, &groups, &n->cache);

@@ -2,11 +2,6 @@
 #include "step.h"
 #include "tokens.h"
 
-static csa_tensor view_1d(void *data, csa_dtype dtype, int64_t n)
-{
-    return csa_tensor_1d(data, dtype, n);
-}
-
 /* ---- Score, select, attend on one chunk --------------------------------------------------------- */
 
 /* Tokens [first, first + count) of a step, said by token, in the chunk's scratch. */
@@ -20,8 +15,8 @@ static csa_tokens resolve(const csa_tokens *all, int64_t first, int64_t count, c
     return (csa_tokens){
         .size = sizeof(csa_tokens),
         .block_table = all->block_table,
-        .positions = view_1d(scratch->positions, CSA_I64, count),
-        .owners = view_1d(scratch->owners, CSA_I64, count),
+        .positions = csa_tensor_1d(scratch->positions, CSA_I64, count),
+        .owners = csa_tensor_1d(scratch->owners, CSA_I64, count),
         .query_len = 1,
     };
 }
@@ -50,7 +45,7 @@ static csa_status run_chunk(const csa_context *context, const csa_step_args *a, 
     csa_tokens tokens = resolve(a->tokens, first, count, scratch);
     csa_rows rows_out = slice_rows(a->rows_out, first * groups, rows);
     if (!csa_present(&rows_out.current))
-        rows_out.current = view_1d(scratch->current, CSA_I64, rows);
+        rows_out.current = csa_tensor_1d(scratch->current, CSA_I64, rows);
     csa_score_args score = {
         .tokens = &tokens,
         .cache = a->cache,

@@ -3,7 +3,7 @@
  *
  * A tile of tokens (as many as keep 64 heads) and a span of regions are one piece of work. Per block of LANES
  * regions the e4m3 codes are decoded once into bf16 pairs; each quad of heads then takes LANES / 4 regions at a
- * time: LANES accumulators of LANES lanes, summed by one transpose. A product passes through 8 to 32 additions
+ * time: LANES accumulators of LANES lanes, summed by one transpose. A product passes through 16 to 32 additions
  * in its lane and 3 or 4 across; the order depends on nothing but the tier.
  *
  * Bound by the dot products from 4 heads on, by memory below.
@@ -157,11 +157,16 @@ static void score_block(const csa_score_args *a, const score_columns *c, const u
 static void score_span(const csa_score_args *a, const score_columns *c, int64_t request, int64_t first,
                        int64_t end)
 {
-    for (int64_t region = first; region < end; region += LANES) {
-        const uint8_t *summaries[LANES], *later[LANES];
-        unsigned missing = score_find(a, request, region, summaries);
-        score_find(a, request, region + SCORE_AHEAD * LANES, later);
-        score_block(a, c, summaries, later, region, missing);
+    enum { KEPT = SCORE_AHEAD + 1 };
+    const uint8_t *found[KEPT][LANES];
+    unsigned missing[KEPT];
+    for (int i = 0; i < SCORE_AHEAD; i++)
+        missing[i] = score_find(a, request, first + i * LANES, found[i]);
+    int now = 0;
+    for (int64_t region = first; region < end; region += LANES, now = (now + 1) % KEPT) {
+        int later = (now + SCORE_AHEAD) % KEPT;
+        missing[later] = score_find(a, request, region + SCORE_AHEAD * LANES, found[later]);
+        score_block(a, c, found[now], found[later], region, missing[now]);
     }
 }
 
