@@ -4,6 +4,7 @@
  */
 #include "api.h"
 #include "check.h"
+#include "cuda/module.h"
 #include "format.h"
 #include "step.h"
 #include "tokens.h"
@@ -89,7 +90,8 @@ void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *
     settle_choice(c, plan, &to->nested, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit};
+    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit,
+                            context->backend == CSA_BACKEND_CUDA};
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, csa_step_bytes(&shape));
     a->tokens = &to->nested.tokens;
@@ -178,7 +180,8 @@ csa_status csa_plan_prefill(const csa_context *context, const csa_plan_args *arg
     check_plan_args(&c, args, &a);
     if (c.status != CSA_OK)
         return c.status;
-    csa_step_shape shape = {a.tokens, a.groups, a.regions, a.topk, context->scratch_limit};
+    csa_step_shape shape = {a.tokens, a.groups, a.regions, a.topk, context->scratch_limit,
+                            context->backend == CSA_BACKEND_CUDA};
     csa_plan *grown = grow_plan(*plan, a.tokens / csa_chunk_tokens(&shape) + 1);
     if (!grown)
         return csa_fail(CSA_ERROR_MEMORY, "csa_plan_prefill: out of memory");
@@ -256,7 +259,8 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
     settle_choice(c, plan, n, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit};
+    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit,
+                            context->backend == CSA_BACKEND_CUDA};
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, layer_bytes(plan, shape));
     a->prepare = p;
@@ -374,9 +378,9 @@ static void check_serving(csa_checker *c, const csa_serving *from, csa_serving *
         csa_refuse(c, CSA_ERROR_UNSUPPORTED, "kv_dtype is 0x%x, supported: bf16, e4m3", (unsigned)s->kv_dtype);
 }
 
-static size_t serving_bytes(const csa_serving *s, size_t limit)
+static size_t serving_bytes(const csa_serving *s, csa_backend backend, size_t limit)
 {
-    csa_step_shape shape = {s->decode_tokens, s->groups, s->regions, s->topk, limit};
+    csa_step_shape shape = {s->decode_tokens, s->groups, s->regions, s->topk, limit, backend == CSA_BACKEND_CUDA};
     size_t decode = csa_step_bytes(&shape);
     shape.tokens = s->prefill_tokens;
     size_t prefill = csa_step_bytes(&shape);
@@ -394,7 +398,7 @@ csa_status csa_workspace_size(const csa_context_options *options, const csa_serv
     if (c.status == CSA_OK)
         c.status = csa_take_options(options, c.call, &o);
     if (c.status == CSA_OK)
-        *bytes = serving_bytes(&s, o.scratch_limit);
+        *bytes = serving_bytes(&s, o.backend, o.scratch_limit);
     return c.status;
 }
 
@@ -411,10 +415,12 @@ csa_status csa_warm_up(const csa_context *context, const csa_serving *serving, c
     check_serving(&c, serving, &s);
     if (c.status != CSA_OK)
         return c.status;
-    size_t needed = serving_bytes(&s, context->scratch_limit);
+    size_t needed = serving_bytes(&s, context->backend, context->scratch_limit);
     check_workspace(&c, workspace, needed);
     if (c.status != CSA_OK)
         return c.status;
+    if (context->cuda)
+        return context->cuda->warm_up(context, workspace.data, needed);
     if (needed)
         memset(workspace.data, 0, needed);
     return csa_parallel(context, context->threads, nothing, NULL);

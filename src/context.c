@@ -4,6 +4,7 @@
  */
 #include "args.h"
 #include "cpu/tiers.h"
+#include "cuda/module.h"
 
 #include <omp.h>
 #include <stdarg.h>
@@ -63,41 +64,58 @@ const char *csa_version_string(void)
 
 /* ---- Back ends ---------------------------------------------------------------------------------- */
 
-typedef struct backend {
-    const char *name;
-    bool built;
-    const char *text;
-} backend;
-
-static const backend backends[] = {
-    [CSA_BACKEND_DEFAULT] = {"default", true, "the fastest host back end: cpu"},
-    [CSA_BACKEND_REF] = {"ref", true, "scalar C on all threads, the executable specification"},
-    [CSA_BACKEND_CPU] = {"cpu", true, NULL},
-    [CSA_BACKEND_CUDA] = {"cuda", false, "not part of this version"},
+static const char *const backend_names[] = {
+    [CSA_BACKEND_DEFAULT] = "default",
+    [CSA_BACKEND_REF] = "ref",
+    [CSA_BACKEND_CPU] = "cpu",
+    [CSA_BACKEND_CUDA] = "cuda",
 };
 
-static const backend *find_backend(csa_backend number)
+static bool known_backend(csa_backend number)
 {
-    return (unsigned)number < sizeof backends / sizeof *backends ? &backends[number] : NULL;
+    return (unsigned)number < sizeof backend_names / sizeof *backend_names;
 }
 
 const char *csa_backend_name(csa_backend number)
 {
-    const backend *b = find_backend(number);
-    return b ? b->name : "unknown back end";
+    return known_backend(number) ? backend_names[number] : "unknown back end";
+}
+
+/* Writes the line about the GPUs, or why there is no back end for them. */
+static csa_status describe_cuda(char *text, size_t capacity)
+{
+    const char *why;
+    const csa_cuda_module *cuda = csa_open_cuda(&why);
+    if (cuda)
+        return cuda->describe(text, capacity);
+    snprintf(text, capacity, "%s", why);
+    return CSA_ERROR_UNSUPPORTED;
 }
 
 csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
 {
-    const backend *b = find_backend(number);
-    char tiers[128];
-    if (!b)
+    char line[256];
+    csa_status status = CSA_OK;
+    switch (number) {
+    case CSA_BACKEND_DEFAULT:
+        snprintf(line, sizeof line, "the fastest host back end: cpu");
+        break;
+    case CSA_BACKEND_REF:
+        snprintf(line, sizeof line, "scalar C on all threads, the executable specification");
+        break;
+    case CSA_BACKEND_CPU:
+        snprintf(line, sizeof line, "vectorised, tier %s of %s", csa_find_cpu_tier(NULL)->name,
+                 csa_cpu_tier_names());
+        break;
+    case CSA_BACKEND_CUDA:
+        status = describe_cuda(line, sizeof line);
+        break;
+    default:
         return csa_fail(CSA_ERROR_ARGUMENT, "csa_backend_describe: there is no back end %d", (int)number);
-    snprintf(tiers, sizeof tiers, "vectorised, tier %s of %s", csa_find_cpu_tier(NULL)->name,
-             csa_cpu_tier_names());
-    copy_text(b->text ? b->text : tiers, text, capacity);
-    if (!b->built)
-        return csa_fail(CSA_ERROR_UNSUPPORTED, "csa_backend_describe: %s: %s", b->name, b->text);
+    }
+    copy_text(line, text, capacity);
+    if (status != CSA_OK)
+        return csa_fail(status, "csa_backend_describe: %s: %s", csa_backend_name(number), line);
     return CSA_OK;
 }
 
@@ -155,6 +173,17 @@ csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body
 
 /* ---- Contexts ----------------------------------------------------------------------------------- */
 
+static void check_tier(csa_checker *c, const csa_context_options *o)
+{
+    if (!o->tier)
+        return;
+    if (o->backend == CSA_BACKEND_REF)
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "tier is %.32s, but ref has no tiers", o->tier);
+    if (o->backend == CSA_BACKEND_CPU && !csa_find_cpu_tier(o->tier))
+        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "tier %.32s is unknown or does not run here, tiers: %s", o->tier,
+                   csa_cpu_tier_names());
+}
+
 csa_status csa_take_options(const csa_context_options *from, const char *call, csa_context_options *to)
 {
     csa_context_options defaults = {.size = sizeof defaults};
@@ -166,18 +195,11 @@ csa_status csa_take_options(const csa_context_options *from, const char *call, c
     if (to->parallel_for && to->threads == 0)
         csa_refuse(&c, CSA_ERROR_ARGUMENT,
                    "threads is 0, but parallel_for is given: say how many tasks it may get");
-    const backend *b = find_backend(to->backend);
-    if (!b)
+    if (!known_backend(to->backend))
         csa_refuse(&c, CSA_ERROR_ARGUMENT, "there is no back end %d", (int)to->backend);
-    else if (!b->built)
-        csa_refuse(&c, CSA_ERROR_UNSUPPORTED, "back end %s: %s", b->name, b->text);
     if (to->backend == CSA_BACKEND_DEFAULT)
         to->backend = CSA_BACKEND_CPU;
-    if (to->tier && to->backend != CSA_BACKEND_CPU)
-        csa_refuse(&c, CSA_ERROR_ARGUMENT, "tier is %.32s, but only the cpu back end has tiers", to->tier);
-    if (to->tier && !csa_find_cpu_tier(to->tier))
-        csa_refuse(&c, CSA_ERROR_UNSUPPORTED, "tier %.32s is unknown or does not run here, tiers: %s", to->tier,
-                   csa_cpu_tier_names());
+    check_tier(&c, to);
     if (to->scratch_limit == 0)
         to->scratch_limit = CSA_DEFAULT_SCRATCH;
     return c.status;
@@ -208,6 +230,16 @@ static csa_scratch *make_scratch(size_t bytes)
         return NULL;
     }
     return made;
+}
+
+/* Lets the module fill in the context, if there is one. */
+static csa_status open_cuda(csa_context *context, const csa_context_options *o)
+{
+    const char *why;
+    context->cuda = csa_open_cuda(&why);
+    if (!context->cuda)
+        return csa_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: back end cuda: %s", why);
+    return context->cuda->open(context, o->device, o->tier);
 }
 
 static void log_context(const csa_context_options *o, const csa_context *context)
@@ -249,6 +281,10 @@ csa_status csa_context_create(const csa_context_options *options, csa_context **
             free(made);
             return csa_fail(CSA_ERROR_MEMORY, "csa_context_create: out of memory");
         }
+    }
+    if (o.backend == CSA_BACKEND_CUDA && (status = open_cuda(made, &o)) != CSA_OK) {
+        free(made);
+        return status;
     }
     log_context(&o, made);
     *context = made;

@@ -9,14 +9,18 @@
 
 struct csa_context {
     csa_backend backend; /* never CSA_BACKEND_DEFAULT */
-    const char *tier;    /* of the cpu back end, else "none" */
+    const char *tier;    /* of cpu and cuda, else "none" */
     const csa_stages *stages;
     int32_t threads;
     csa_parallel_for parallel_for;
     void *pool;
     bool check;
     size_t scratch_limit;
-    struct csa_scratch *scratch; /* NULL: none */
+    struct csa_scratch *scratch;        /* NULL: none */
+    const struct csa_cuda_module *cuda; /* NULL: a host back end */
+    int32_t device;                     /* of cuda */
+    int32_t multiprocessors;
+    bool portable; /* cuda: only what every supported architecture has */
 };
 
 /* Memory of a context that one call at a time may use, to cut work finer; a call that does not get it does the

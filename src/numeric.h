@@ -5,30 +5,32 @@
 #ifndef CSA_NUMERIC_H
 #define CSA_NUMERIC_H
 
+#include "tensor.h"
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-static inline uint32_t csa_float_bits(float x)
+CSA_INLINE uint32_t csa_float_bits(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-static inline float csa_float_from_bits(uint32_t bits)
+CSA_INLINE float csa_float_from_bits(uint32_t bits)
 {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-static inline float csa_bf16_to_float(uint16_t code)
+CSA_INLINE float csa_bf16_to_float(uint16_t code)
 {
     return csa_float_from_bits((uint32_t)code << 16);
 }
 
-static inline uint16_t csa_float_to_bf16(float x)
+CSA_INLINE uint16_t csa_float_to_bf16(float x)
 {
     uint32_t bits = csa_float_bits(x);
     if (isnan(x))
@@ -37,18 +39,18 @@ static inline uint16_t csa_float_to_bf16(float x)
 }
 
 /* Rounds to the nearest bf16 value. */
-static inline float csa_round_bf16(float x)
+CSA_INLINE float csa_round_bf16(float x)
 {
     return csa_bf16_to_float(csa_float_to_bf16(x));
 }
 
 /* bf16(sigmoid(gate)), what the headwise gate multiplies by. */
-static inline float csa_gate_factor(uint16_t gate)
+CSA_INLINE float csa_gate_factor(uint16_t gate)
 {
     return csa_round_bf16(1.0F / (1.0F + expf(-csa_bf16_to_float(gate))));
 }
 
-static inline float csa_e4m3_to_float(uint8_t code)
+CSA_INLINE float csa_e4m3_to_float(uint8_t code)
 {
     uint32_t sign = (uint32_t)(code & 0x80) << 24, exponent = code >> 3 & 0xF, mantissa = code & 7;
     if ((code & 0x7F) == 0x7F)
@@ -61,7 +63,7 @@ static inline float csa_e4m3_to_float(uint8_t code)
 }
 
 /* Saturates to +-448, infinities included; any NaN becomes 0x7F. */
-static inline uint8_t csa_float_to_e4m3(float x)
+CSA_INLINE uint8_t csa_float_to_e4m3(float x)
 {
     if (isnan(x))
         return 0x7F;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "plan.h"
 
-enum { ALIGNMENT = 64, ARRAYS = 5 };
+enum { ALIGNMENT = 64, ARRAYS = 7 };
 
 int64_t csa_list_columns(const csa_step_shape *shape)
 {
@@ -13,20 +13,45 @@ bool csa_step_ranks(const csa_step_shape *shape)
     return shape->regions > shape->topk;
 }
 
+int64_t csa_score_stride(const csa_step_shape *shape)
+{
+    return shape->cuda ? (shape->regions + 3) / 4 * 4 : shape->regions; /* there, four are read at a time */
+}
+
+/* Counters and records of rows that are attended to in parts. */
+static size_t counter_bytes(const csa_step_shape *shape)
+{
+    size_t rows = (size_t)shape->tokens * (size_t)shape->groups;
+    size_t split = !shape->cuda ? 0 : rows < CSA_SPLIT_ROWS ? rows : CSA_SPLIT_ROWS;
+    return split * CSA_RECORD_RANKS * sizeof(uint32_t);
+}
+
+static size_t record_bytes(const csa_step_shape *shape)
+{
+    size_t pieces = ((size_t)csa_list_columns(shape) + CSA_PIECE - 1) / CSA_PIECE;
+    return counter_bytes(shape) / CSA_RECORD_RANKS * pieces * CSA_RECORD_FLOATS;
+}
+
+/* What does not grow with a chunk: gaps for alignment, and parts. */
+static size_t fixed_bytes(const csa_step_shape *shape)
+{
+    return (size_t)ALIGNMENT * ARRAYS + counter_bytes(shape) + record_bytes(shape);
+}
+
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
  * there is a choice, scores. */
 static size_t token_bytes(const csa_step_shape *shape)
 {
     size_t row = sizeof(int64_t) * (1 + (size_t)csa_list_columns(shape));
     if (csa_step_ranks(shape))
-        row += sizeof(float) * (size_t)shape->regions;
+        row += sizeof(float) * (size_t)csa_score_stride(shape);
     return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
 }
 
 /* What the limit leaves for tokens: never less than one of them. */
 static size_t budget(const csa_step_shape *shape)
 {
-    size_t one = token_bytes(shape), fixed = (size_t)ALIGNMENT * ARRAYS;
+    size_t one = token_bytes(shape), fixed = fixed_bytes(shape);
     size_t left = shape->limit > fixed ? shape->limit - fixed : 0;
     return left > one ? left : one;
 }
@@ -44,7 +69,7 @@ size_t csa_step_bytes(const csa_step_shape *shape)
         return 0;
     if (__builtin_mul_overflow((size_t)shape->tokens, token_bytes(shape), &all) || all > budget(shape))
         all = budget(shape);
-    return all + (size_t)ALIGNMENT * ARRAYS;
+    return all + fixed_bytes(shape);
 }
 
 static void *carve(char **next, size_t bytes)
@@ -63,6 +88,8 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
+    a.counters = carve(&next, counter_bytes(shape));
+    a.records = carve(&next, record_bytes(shape));
     a.scores = (float *)next;
     return a;
 }

@@ -15,6 +15,7 @@ typedef struct csa_step_shape {
     int64_t regions;
     int64_t topk;
     size_t limit; /* scratch_limit */
+    bool cuda;    /* rows of small steps are attended to in parts */
 } csa_step_shape;
 
 /* Columns of a selection: min(topk, regions) + 1. */
@@ -23,8 +24,22 @@ int64_t csa_list_columns(const csa_step_shape *shape);
 /* Are scores read at all? Not if everything is selected. */
 bool csa_step_ranks(const csa_step_shape *shape);
 
+/* Floats from one row of scores to the next. */
+int64_t csa_score_stride(const csa_step_shape *shape);
+
 /* Tokens handled at a time; at least 1. */
 int64_t csa_chunk_tokens(const csa_step_shape *shape);
+
+/*
+ * Parts of rows on cuda. A row's list is cut into pieces; with few rows, each piece of a row leaves a record of its
+ * maxima, sums and values, and a counter tells the last one to join them.
+ */
+enum {
+    CSA_PIECE = 64,      /* list entries */
+    CSA_SPLIT_ROWS = 24, /* from here on there are enough rows to keep a device busy with whole ones */
+    CSA_RECORD_RANKS = 8,
+    CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
+};
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
  * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
@@ -36,7 +51,9 @@ typedef struct csa_chunk_arrays {
     int64_t *owners;    /* [tokens] */
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
-    float *scores;      /* [rows, regions] */
+    uint32_t *counters; /* [CSA_SPLIT_ROWS, CSA_RECORD_RANKS]; cuda */
+    float *records;     /* [min(rows, CSA_SPLIT_ROWS), pieces, CSA_RECORD_FLOATS]; cuda */
+    float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;
 csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace);
 

@@ -1,0 +1,51 @@
+/*
+ * The stages of the cuda back end: one file each, stages.h says what they are given. csa_cuda_load_* load the
+ * kernels of a file; a context's creation calls them all.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef CSA_CUDA_STAGES_H
+#define CSA_CUDA_STAGES_H
+
+#include "../plan.h"
+
+csa_status csa_cuda_prepare(const csa_context *context, const csa_prepare_args *args);
+csa_status csa_cuda_summarize_decode(const csa_context *context, const csa_summarize_args *args);
+csa_status csa_cuda_summarize_verify(const csa_context *context, const csa_summarize_args *args);
+csa_status csa_cuda_summarize_prefill(const csa_context *context, const csa_summarize_args *args);
+csa_status csa_cuda_summarize_metadata(const csa_context *context, const csa_summarize_args *args);
+csa_status csa_cuda_score(const csa_context *context, const csa_score_args *args);
+csa_status csa_cuda_select(const csa_context *context, const csa_select_args *args);
+csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args);
+csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args);
+csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
+csa_status csa_cuda_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
+
+extern const csa_compat_stages csa_cuda_compat_stages;
+
+csa_status csa_cuda_load_prepare(void);
+csa_status csa_cuda_load_summarize(void);
+csa_status csa_cuda_load_score(void);
+csa_status csa_cuda_load_select(void);
+csa_status csa_cuda_load_attend(void);
+csa_status csa_cuda_load_gate(void);
+csa_status csa_cuda_load_compat(void);
+
+/* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
+
+/* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first. */
+struct csa_span {
+    int64_t first, count;
+};
+
+/* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region. */
+csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span, int64_t width);
+
+/* Selection whose current regions follow from the tokens. Clears the counters of attend's parts. */
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
+                                csa_span span, uint32_t *counters);
+
+/* Attention with a workspace for parts. */
+csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
+                                uint32_t *counters, float *records);
+
+#endif
