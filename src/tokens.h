@@ -50,6 +50,12 @@ CSA_INLINE int64_t csa_find_owner(const csa_tokens *tokens, int64_t token)
     return low - 1;
 }
 
+/* a / b of numbers that are not negative; most fit in 32 bits, where dividing is several times faster. */
+CSA_INLINE int64_t csa_divide(int64_t a, int64_t b)
+{
+    return ((uint64_t)(a | b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
+}
+
 /* The request a token belongs to, -1 if there is none. */
 CSA_INLINE int64_t csa_token_owner(const csa_tokens *tokens, int64_t token)
 {
@@ -59,7 +65,7 @@ CSA_INLINE int64_t csa_token_owner(const csa_tokens *tokens, int64_t token)
     else if (csa_present(&tokens->query_start))
         owner = csa_find_owner(tokens, token);
     else
-        owner = token / csa_query_len(tokens);
+        owner = csa_divide(token, csa_query_len(tokens));
     return owner >= 0 && owner < csa_token_requests(tokens) ? owner : -1;
 }
 
@@ -153,7 +159,7 @@ CSA_INLINE const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cac
     int64_t per_block = cache->summaries.shape[1];
     int64_t block =
         csa_mapped_block(&tokens->block_table, request, region / per_block, cache->summaries.shape[0]);
-    return block < 0 ? NULL : csa_at(&cache->summaries, block, region % per_block, 0);
+    return block < 0 ? NULL : (const uint8_t *)csa_at(&cache->summaries, block, region % per_block, 0);
 }
 
 /* The summary that belongs to slot / 8; NULL if it lies past the cache. */
@@ -162,7 +168,7 @@ CSA_INLINE uint8_t *csa_summary_of_slot(const csa_cache *cache, int64_t slot_reg
     int64_t per_block = cache->summaries.shape[1];
     if (slot_region < 0 || slot_region / per_block >= cache->summaries.shape[0])
         return NULL;
-    return csa_at(&cache->summaries, slot_region / per_block, slot_region % per_block, 0);
+    return (uint8_t *)csa_at(&cache->summaries, slot_region / per_block, slot_region % per_block, 0);
 }
 
 #endif
