@@ -153,7 +153,7 @@ CSA_INLINE const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cac
     int64_t per_block = cache->summaries.shape[1];
     int64_t block =
         csa_mapped_block(&tokens->block_table, request, region / per_block, cache->summaries.shape[0]);
-    return block < 0 ? NULL : csa_at(&cache->summaries, block, region % per_block, 0);
+    return block < 0 ? NULL : (const uint8_t *)csa_at(&cache->summaries, block, region % per_block, 0);
 }
 
 /* The summary that belongs to slot / 8; NULL if it lies past the cache. */
@@ -162,7 +162,7 @@ CSA_INLINE uint8_t *csa_summary_of_slot(const csa_cache *cache, int64_t slot_reg
     int64_t per_block = cache->summaries.shape[1];
     if (slot_region < 0 || slot_region / per_block >= cache->summaries.shape[0])
         return NULL;
-    return csa_at(&cache->summaries, slot_region / per_block, slot_region % per_block, 0);
+    return (uint8_t *)csa_at(&cache->summaries, slot_region / per_block, slot_region % per_block, 0);
 }
 
 #endif
