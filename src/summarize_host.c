@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "summarize_host.h"
 
-#include "format.h"
-#include "tokens.h"
+#include "runs.h"
 
 #include <string.h>
 
@@ -97,22 +96,12 @@ static void verify_token(const work *w, int64_t base, int64_t token)
         w->summary(&rows, summary);
 }
 
-/* A request's tokens [first, end), cut to the call's tokens: query_start comes from the caller. */
-static void token_range(const csa_summarize_args *a, int64_t request, int64_t *first, int64_t *end)
-{
-    int64_t tokens = a->tokens->slots.shape[0];
-    *first = csa_token_first(a->tokens, request);
-    *end = csa_token_first(a->tokens, request + 1);
-    *first = *first < 0 ? 0 : *first;
-    *end = *end > tokens ? tokens : *end;
-}
-
 static void verify_request(void *data, int64_t request)
 {
     const work *w = data;
     const csa_summarize_args *a = w->args;
     int64_t first, end;
-    token_range(a, request, &first, &end);
+    csa_token_range(a->tokens, request, &first, &end);
     for (int64_t token = first; token < end; token++)
         verify_token(w, csa_token_ring(a->tokens, request), token);
 }
@@ -126,50 +115,11 @@ csa_status csa_host_summarize_verify(const csa_context *context, const csa_summa
 
 /* ---- Prefill ------------------------------------------------------------------------------------ */
 
-static int64_t region_of(const csa_summarize_args *a, int64_t token)
-{
-    int64_t position = csa_token_position(a->tokens, token);
-    return position < 0 ? -1 : position / CSA_REGION;
-}
-
-static void no_run(int64_t *run)
-{
-    for (int i = 0; i < CSA_RUN_COLUMNS; i++)
-        run[i] = -1;
-    run[CSA_RUN_OFFSET] = CSA_REGION;
-}
-
-static void add_to_run(const csa_summarize_args *a, int64_t token, int64_t *run)
-{
-    if (!csa_token_active(a->tokens, token))
-        return;
-    int64_t offset = csa_token_position(a->tokens, token) % CSA_REGION;
-    if (run[CSA_RUN_SLOT] < 0) {
-        run[CSA_RUN_SLOT] = csa_i64(&a->tokens->slots, token) / CSA_REGION;
-        run[CSA_RUN_OFFSET] = offset;
-    }
-    run[CSA_RUN_TOKENS + offset] = token;
-}
-
-/* The metadata of a token: its run, if it is the first of one. */
-static void find_run(const csa_summarize_args *a, int64_t token, int64_t *run)
-{
-    no_run(run);
-    int64_t request = csa_token_owner(a->tokens, token), first, end;
-    if (request < 0)
-        return;
-    token_range(a, request, &first, &end);
-    int64_t region = region_of(a, token);
-    bool starts = token == first || (token > first && region_of(a, token - 1) != region);
-    for (int64_t t = token; starts && t < end && region_of(a, t) == region; t++)
-        add_to_run(a, t, run);
-}
-
 static void metadata_token(void *data, int64_t token)
 {
     const csa_summarize_args *a = data;
     int64_t run[CSA_RUN_COLUMNS], *out = csa_at(&a->metadata, token, 0, 0);
-    find_run(a, token, run);
+    csa_find_run(a->tokens, token, run);
     memcpy(out, run, sizeof run);
 }
 
@@ -194,7 +144,7 @@ static void close_run(void *data, int64_t token)
     if (csa_present(&a->metadata))
         run = csa_at(&a->metadata, token, 0, 0);
     else
-        find_run(a, token, found);
+        csa_find_run(a->tokens, token, found);
     int64_t offset = run[CSA_RUN_OFFSET];
     uint8_t *summary = csa_summary_of_slot(a->cache, run[CSA_RUN_SLOT]);
     if (!summary || offset < 0 || offset >= CSA_REGION || !run_token(a, run, CSA_REGION - 1))
@@ -215,7 +165,7 @@ static void store_tail(void *data, int64_t request)
 {
     const csa_summarize_args *a = ((const work *)data)->args;
     int64_t first, end, base = csa_token_ring(a->tokens, request);
-    token_range(a, request, &first, &end);
+    csa_token_range(a->tokens, request, &first, &end);
     if (base < 0 || first >= end)
         return;
     int64_t last = csa_token_position(a->tokens, end - 1);

@@ -37,23 +37,17 @@ csa_on_device::~csa_on_device()
 
 /* ---- The table: each stage runs on the context's device ----------------------------------------- */
 
-template <auto stage, typename... Args> static csa_status on_device(const csa_context *context, Args... args)
-{
-    csa_on_device guard(context);
-    return stage(context, args...);
-}
-
 static const csa_stages stages = {
-    on_device<csa_cuda_prepare, const csa_prepare_args *>,
-    on_device<csa_cuda_summarize_decode, const csa_summarize_args *>,
-    on_device<csa_cuda_summarize_verify, const csa_summarize_args *>,
-    on_device<csa_cuda_summarize_prefill, const csa_summarize_args *>,
-    on_device<csa_cuda_summarize_metadata, const csa_summarize_args *>,
-    on_device<csa_cuda_score, const csa_score_args *>,
-    on_device<csa_cuda_select, const csa_select_args *>,
-    on_device<csa_cuda_attend, const csa_attend_args *>,
-    on_device<csa_cuda_gate, const csa_gate_args *>,
-    on_device<csa_cuda_step, const csa_plan *, const csa_step_args *>,
+    csa_run_on_device<csa_cuda_prepare, const csa_prepare_args *>,
+    csa_run_on_device<csa_cuda_summarize_decode, const csa_summarize_args *>,
+    csa_run_on_device<csa_cuda_summarize_verify, const csa_summarize_args *>,
+    csa_run_on_device<csa_cuda_summarize_prefill, const csa_summarize_args *>,
+    csa_run_on_device<csa_cuda_summarize_metadata, const csa_summarize_args *>,
+    csa_run_on_device<csa_cuda_score, const csa_score_args *>,
+    csa_run_on_device<csa_cuda_select, const csa_select_args *>,
+    csa_run_on_device<csa_cuda_attend, const csa_attend_args *>,
+    csa_run_on_device<csa_cuda_gate, const csa_gate_args *>,
+    csa_run_on_device<csa_cuda_step, const csa_plan *, const csa_step_args *>,
     csa_host_layer, /* stage by stage, each of them above */
     &csa_cuda_compat_stages,
 };

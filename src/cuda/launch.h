@@ -22,6 +22,13 @@ struct csa_on_device {
     ~csa_on_device();
 };
 
+/* A stage with its context's device as the current one. */
+template <auto stage, typename... Args> csa_status csa_run_on_device(const csa_context *context, Args... args)
+{
+    csa_on_device guard(context);
+    return stage(context, args...);
+}
+
 /* How a kernel is launched. */
 struct csa_launch {
     dim3 grid, block;
