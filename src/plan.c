@@ -18,24 +18,28 @@ int64_t csa_score_stride(const csa_step_shape *shape)
     return shape->cuda ? (shape->regions + 3) / 4 * 4 : shape->regions; /* there, four are read at a time */
 }
 
-/* Counters and records of rows that are attended to in parts. */
-static size_t counter_bytes(const csa_step_shape *shape)
+/* Bytes of the counters and the records of a row that is attended to in parts. */
+static size_t counter_bytes(void)
 {
-    size_t rows = (size_t)shape->tokens * (size_t)shape->groups;
-    size_t split = !shape->cuda ? 0 : rows < CSA_SPLIT_ROWS ? rows : CSA_SPLIT_ROWS;
-    return split * CSA_RECORD_RANKS * sizeof(uint32_t);
+    return CSA_RECORD_RANKS * sizeof(uint32_t);
 }
 
 static size_t record_bytes(const csa_step_shape *shape)
 {
-    size_t pieces = ((size_t)csa_list_columns(shape) + CSA_PIECE - 1) / CSA_PIECE;
-    return counter_bytes(shape) / CSA_RECORD_RANKS * pieces * CSA_RECORD_FLOATS;
+    return (size_t)((shape->topk + CSA_PIECE) / CSA_PIECE) * CSA_RECORD_FLOATS * sizeof(float);
+}
+
+int64_t csa_split_rows(const csa_step_shape *shape)
+{
+    size_t fitting = shape->limit / 8 / (counter_bytes() + record_bytes(shape));
+    return !shape->cuda ? 0 : fitting < CSA_SPLIT_ROWS ? (int64_t)fitting : CSA_SPLIT_ROWS;
 }
 
 /* What does not grow with a chunk: gaps for alignment, and parts. */
 static size_t fixed_bytes(const csa_step_shape *shape)
 {
-    return (size_t)ALIGNMENT * ARRAYS + counter_bytes(shape) + record_bytes(shape);
+    return (size_t)ALIGNMENT * ARRAYS +
+           (size_t)csa_split_rows(shape) * (counter_bytes() + record_bytes(shape));
 }
 
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
@@ -88,8 +92,8 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
-    a.counters = carve(&next, counter_bytes(shape));
-    a.records = carve(&next, record_bytes(shape));
+    a.counters = carve(&next, (size_t)csa_split_rows(shape) * counter_bytes());
+    a.records = carve(&next, (size_t)csa_split_rows(shape) * record_bytes(shape));
     a.scores = (float *)next;
     return a;
 }

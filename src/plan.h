@@ -40,10 +40,13 @@ int64_t csa_chunk_tokens(const csa_step_shape *shape);
  */
 enum {
     CSA_PIECE = 64,      /* list entries */
-    CSA_SPLIT_ROWS = 24, /* from here on there are enough rows to keep a device busy with whole ones */
+    CSA_SPLIT_ROWS = 24, /* at most; more rows keep a device busy whole */
     CSA_RECORD_RANKS = 8,
     CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
 };
+
+/* Rows whose parts find room in the workspace; none but on cuda. */
+int64_t csa_split_rows(const csa_step_shape *shape);
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
  * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
@@ -55,8 +58,8 @@ typedef struct csa_chunk_arrays {
     int64_t *owners;    /* [tokens] */
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
-    uint32_t *counters; /* [CSA_SPLIT_ROWS, CSA_RECORD_RANKS]; cuda */
-    float *records;     /* [min(rows, CSA_SPLIT_ROWS), pieces, CSA_RECORD_FLOATS]; cuda */
+    uint32_t *counters; /* [csa_split_rows, CSA_RECORD_RANKS] */
+    float *records;     /* [csa_split_rows, pieces of topk + 1 entries, CSA_RECORD_FLOATS] */
     float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;
 csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace);

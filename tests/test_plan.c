@@ -14,6 +14,7 @@ static csa_step_shape draw_shape(test_random *r)
         .regions = random_between(r, 0, 1) ? random_between(r, 0, 60) : random_between(r, 0, 200000),
         .topk = random_between(r, 1, 1024),
         .limit = (size_t)1 << random_between(r, 0, 30),
+        .cuda = random_between(r, 0, 1) == 1,
     };
     return s;
 }
@@ -22,7 +23,6 @@ static csa_step_shape draw_shape(test_random *r)
 static size_t least_bytes(csa_step_shape s)
 {
     s.tokens = 1;
-    s.limit = 0;
     return csa_step_bytes(&s);
 }
 
@@ -65,9 +65,12 @@ static void chunks_cover_the_tokens(void **state)
         more = s;
         more.tokens += random_between(&r, 0, 1000);
         CHECK(csa_chunk_tokens(&more) >= chunk);
-        csa_step_shape alone = {1, s.groups, s.regions, s.topk, SIZE_MAX}, two = alone;
+        csa_step_shape alone = {1, s.groups, s.regions, s.topk, SIZE_MAX, false}, two = alone;
+        alone.cuda = two.cuda = s.cuda;
         two.tokens = 2;
-        size_t token = csa_step_bytes(&two) - csa_step_bytes(&alone), fixed = csa_step_bytes(&alone) - token;
+        size_t token = csa_step_bytes(&two) - csa_step_bytes(&alone);
+        alone.limit = s.limit;
+        size_t fixed = csa_step_bytes(&alone) - token;
         if (chunk < s.tokens) /* one token more would not fit */
             CHECK((size_t)(chunk + 1) * token + fixed > s.limit);
         csa_step_shape one = s;
@@ -99,8 +102,12 @@ static void layouts_fit(void **state)
         expect_apart(a.positions, tokens * 8, a.owners, "positions");
         expect_apart(a.owners, tokens * 8, a.current, "owners");
         expect_apart(a.current, rows * 8, a.selected, "current");
-        expect_apart(a.selected, rows * columns * 8, a.scores, "selected");
-        size_t scores = csa_step_ranks(&s) ? rows * (size_t)s.regions * 4 : 0;
+        expect_apart(a.selected, rows * columns * 8, a.counters, "selected");
+        size_t split = (size_t)csa_split_rows(&s), pieces = ((size_t)s.topk + CSA_PIECE) / CSA_PIECE;
+        CHECK(s.cuda || split == 0);
+        expect_apart(a.counters, split * CSA_RECORD_RANKS * 4, a.records, "counters");
+        expect_apart(a.records, split * pieces * CSA_RECORD_FLOATS * 4, a.scores, "records");
+        size_t scores = csa_step_ranks(&s) ? rows * (size_t)csa_score_stride(&s) * 4 : 0;
         expect_apart(a.scores, scores, base + csa_step_bytes(&s), "scores");
     }
 }
@@ -113,7 +120,7 @@ static void huge_sizes_do_not_overflow(void **state)
     for (int t = 0; t < 3; t++)
         for (int n = 0; n < 4; n++)
             for (int l = 0; l < 5; l++) {
-                csa_step_shape s = {many[t], 8, many[n], 1024, limits[l]};
+                csa_step_shape s = {many[t], 8, many[n], 1024, limits[l], l % 2 == 1};
                 size_t bytes = csa_step_bytes(&s), least = least_bytes(s);
                 double all = (double)s.tokens * 8 * (double)s.regions * 4;
                 CHECK(csa_chunk_tokens(&s) >= 1 && csa_chunk_tokens(&s) <= s.tokens);

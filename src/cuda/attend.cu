@@ -643,12 +643,12 @@ int cluster_size(const csa_context *context, int64_t items)
     return best;
 }
 
-csa_status queue_attend(const csa_context *context, attend_params &p, bool overlap, void *stream)
+csa_status queue_attend(const csa_context *context, attend_params &p, int64_t split_rows, bool overlap, void *stream)
 {
     int64_t rows = p.query.shape[0] * p.query.shape[1], columns = p.selected.shape[1];
     bool fp8 = p.kv.dtype != CSA_BF16;
     int64_t whole_pieces = (columns + CSA_PIECE - 2) / CSA_PIECE; /* the current region alone is no work */
-    if (p.counters && rows < CSA_SPLIT_ROWS)
+    if (rows <= split_rows)
         p.pieces = (int)((columns + CSA_PIECE - 1) / CSA_PIECE);
     int blocks = cluster_size(context, p.pieces > 0 ? rows * (whole_pieces > 0 ? whole_pieces : 1) : rows);
     variant v = fp8 ? find_variant<true>(blocks) : find_variant<false>(blocks);
@@ -677,7 +677,7 @@ csa_status csa_cuda_load_attend(void)
 }
 
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
-                                uint32_t *counters, float *records)
+                                const csa_chunk_arrays *scratch, int64_t split_rows)
 {
     attend_params p = {};
     if (span.count == 0)
@@ -706,16 +706,18 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
     p.kv_aligned = csa_aligned(&p.kv);
     p.kv_packed = p.kv_aligned && p.kv.stride[2] == CSA_KV_SIZE;
     p.query_aligned = csa_aligned(&p.query);
-    p.counters = counters;
-    p.records = records;
+    if (scratch) {
+        p.counters = scratch->counters;
+        p.records = scratch->records;
+    }
     if (p.kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
                              (long long)p.kv.shape[0]);
-    return queue_attend(context, p, counters != nullptr, args->stream);
+    return queue_attend(context, p, scratch ? split_rows : 0, scratch != nullptr, args->stream);
 }
 
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
     csa_span all = {0, args->query.shape[0]};
-    return csa_cuda_attend_span(context, args, all, nullptr, nullptr);
+    return csa_cuda_attend_span(context, args, all, nullptr, 0);
 }

@@ -41,7 +41,8 @@ struct select_params {
     csa_tokens tokens; /* a step: current regions follow from the tokens of the span */
     csa_span span;
     bool from_tokens, aligned;
-    uint32_t *counters; /* of attend's parts, cleared; may be NULL */
+    uint32_t *counters; /* of the parts of so many rows, cleared */
+    int64_t split_rows;
 };
 
 /* ---- Keys --------------------------------------------------------------------------------------- */
@@ -447,7 +448,7 @@ template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(s
         current = csa_i64(&p.current, row);
     }
     current = current >= regions ? regions - 1 : current < 0 ? -1 : current;
-    if (p.counters && row < CSA_SPLIT_ROWS && c.rank == 0 && threadIdx.x < CSA_RECORD_RANKS)
+    if (row < p.split_rows && c.rank == 0 && threadIdx.x < CSA_RECORD_RANKS)
         p.counters[row * CSA_RECORD_RANKS + threadIdx.x] = 0;
     int64_t *entries = (int64_t *)csa_at(&p.selected, row, 0, 0);
     if (current <= width) {
@@ -530,7 +531,7 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
 }
 
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
-                                csa_span span, uint32_t *counters)
+                                csa_span span, uint32_t *counters, int64_t split_rows)
 {
     select_params p = {};
     if (span.count == 0)
@@ -542,5 +543,6 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     p.from_tokens = true;
     p.aligned = aligned_rows(p.scores);
     p.counters = counters;
+    p.split_rows = split_rows;
     return queue_select(context, p, true, args->stream);
 }

@@ -39,12 +39,12 @@ struct csa_span {
 /* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region. */
 csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span, int64_t width);
 
-/* Selection whose current regions follow from the tokens. Clears the counters of attend's parts. */
+/* Selection in a step: current regions follow from the tokens; clears the counters of so many rows' parts. */
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
-                                csa_span span, uint32_t *counters);
+                                csa_span span, uint32_t *counters, int64_t split_rows);
 
-/* Attention with a workspace for parts. */
+/* Attention in a step: behind select, with room for the parts of so many rows. scratch NULL: alone. */
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
-                                uint32_t *counters, float *records);
+                                const csa_chunk_arrays *scratch, int64_t split_rows);
 
 #endif

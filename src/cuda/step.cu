@@ -44,9 +44,9 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_spa
     attend.stream = a->stream;
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1);
     if (status == CSA_OK)
-        status = csa_cuda_select_span(context, &select, a->tokens, span, scratch->counters);
+        status = csa_cuda_select_span(context, &select, a->tokens, span, scratch->counters, csa_split_rows(shape));
     if (status == CSA_OK)
-        status = csa_cuda_attend_span(context, &attend, span, scratch->counters, scratch->records);
+        status = csa_cuda_attend_span(context, &attend, span, scratch, csa_split_rows(shape));
     return status;
 }
 
