@@ -30,6 +30,11 @@ csa_status csa_cuda_load_attend(void);
 csa_status csa_cuda_load_gate(void);
 csa_status csa_cuda_load_compat(void);
 
+/* csa_cuda_prepare, then csa_cuda_summarize_decode, or _verify if query_len is more than 1, in one launch where
+ * possible. Both describe the same tokens and cache; summarize's key is prepare's index_key_out. */
+csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare_args *prepare,
+                                   const csa_summarize_args *summarize);
+
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 
 /* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first. */
