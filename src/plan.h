@@ -8,6 +8,10 @@
 
 #include "context.h"
 
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
 /* What decides the scratch of a step. */
 typedef struct csa_step_shape {
     int64_t tokens;
@@ -70,5 +74,9 @@ struct csa_plan {
 
 /* Fills a plan's fields from checked arguments; chunk_regions has room for them. */
 void csa_fill_plan(csa_plan *plan, const csa_plan_args *args, const csa_step_shape *shape);
+
+#if defined(__cplusplus)
+}
+#endif
 
 #endif

@@ -21,7 +21,7 @@ static csa_tokens resolve(const csa_tokens *all, int64_t first, int64_t count, c
     };
 }
 
-static csa_rows slice_rows(const csa_rows *all, int64_t first, int64_t count)
+csa_rows csa_slice_rows(const csa_rows *all, int64_t first, int64_t count)
 {
     csa_rows none = {.size = sizeof none};
     if (!all)
@@ -43,7 +43,7 @@ static csa_status run_chunk(const csa_context *context, const csa_step_args *a, 
     int64_t groups = a->query.shape[1], rows = count * groups;
     csa_step_shape shape = {.groups = groups, .regions = a->regions, .topk = a->topk};
     csa_tokens tokens = resolve(a->tokens, first, count, scratch);
-    csa_rows rows_out = slice_rows(a->rows_out, first * groups, rows);
+    csa_rows rows_out = csa_slice_rows(a->rows_out, first * groups, rows);
     if (!csa_present(&rows_out.current))
         rows_out.current = csa_tensor_1d(scratch->current, CSA_I64, rows);
     csa_score_args score = {
@@ -141,7 +141,7 @@ static csa_status run_part(const csa_context *context, const csa_plan *plan, con
 {
     const csa_prepare_args *p = a->prepare;
     int64_t groups = p->query.shape[1];
-    csa_rows rows_out = slice_rows(a->rows_out, first * groups, count * groups);
+    csa_rows rows_out = csa_slice_rows(a->rows_out, first * groups, count * groups);
     csa_summarize_args summarize = {
         .tokens = tokens,
         .cache = p->cache,

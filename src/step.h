@@ -7,6 +7,10 @@
 
 #include "plan.h"
 
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
 /* Score, select, attend, gate; plan may be NULL. Arguments are checked, regions and topk filled in, and the
  * workspace is large enough. */
 csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
@@ -17,5 +21,12 @@ csa_status csa_host_layer(const csa_context *context, const csa_plan *plan, cons
 /* The part of a layer that a plan covers (its tokens and requests), and the decode part behind it. */
 csa_tokens csa_prefill_part(const csa_tokens *tokens, const csa_plan *plan);
 csa_tokens csa_decode_part(const csa_tokens *tokens, const csa_plan *plan, int64_t all_tokens);
+
+/* Rows [first, first + count); all may be NULL, then every tensor is absent. */
+csa_rows csa_slice_rows(const csa_rows *all, int64_t first, int64_t count);
+
+#if defined(__cplusplus)
+}
+#endif
 
 #endif

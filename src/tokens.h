@@ -50,6 +50,12 @@ CSA_INLINE int64_t csa_find_owner(const csa_tokens *tokens, int64_t token)
     return low - 1;
 }
 
+/* a / b of numbers that are not negative; most fit in 32 bits, where dividing is several times faster. */
+CSA_INLINE int64_t csa_divide(int64_t a, int64_t b)
+{
+    return ((uint64_t)(a | b) >> 32) == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
+}
+
 /* The request a token belongs to, -1 if there is none. */
 CSA_INLINE int64_t csa_token_owner(const csa_tokens *tokens, int64_t token)
 {
@@ -59,7 +65,7 @@ CSA_INLINE int64_t csa_token_owner(const csa_tokens *tokens, int64_t token)
     else if (csa_present(&tokens->query_start))
         owner = csa_find_owner(tokens, token);
     else
-        owner = token / csa_query_len(tokens);
+        owner = csa_divide(token, csa_query_len(tokens));
     return owner >= 0 && owner < csa_token_requests(tokens) ? owner : -1;
 }
 

@@ -230,27 +230,11 @@ void expect_step(const csa_context *context, const csa_step_args *a)
 
 /* ---- Small things ------------------------------------------------------------------------------- */
 
-csa_context *hostile_context(csa_context_options options)
-{
-    const char *tier = getenv("CSA_TEST_TIER");
-    char text[256];
-    if (!tier)
-        return test_context(options);
-    options.backend = strcmp(tier, "ref") == 0 ? CSA_BACKEND_REF : CSA_BACKEND_CPU;
-    options.tier = options.backend == CSA_BACKEND_CPU ? tier : NULL;
-    csa_backend_describe(options.backend, text, sizeof text);
-    if (options.tier && !strstr(text, tier)) {
-        print_message("skipped: no tier %s here: %s\n", tier, text);
-        exit(77);
-    }
-    return test_context(options);
-}
-
 csa_context *plain_context(void)
 {
     static csa_context *context;
     if (!context)
-        context = hostile_context((csa_context_options){.threads = 4});
+        context = test_context((csa_context_options){.threads = 4});
     return context;
 }
 
@@ -258,7 +242,7 @@ csa_context *checking_context(void)
 {
     static csa_context *context;
     if (!context)
-        context = hostile_context((csa_context_options){.threads = 2, .check = true});
+        context = test_context((csa_context_options){.threads = 2, .check = true});
     return context;
 }
 
@@ -266,7 +250,7 @@ csa_context *serial_context(void)
 {
     static csa_context *context;
     if (!context)
-        context = hostile_context((csa_context_options){.threads = 1});
+        context = test_context((csa_context_options){.threads = 1});
     return context;
 }
 

@@ -27,10 +27,6 @@ void expect_step(const csa_context *context, const csa_step_args *a);
 /* The eight rows' summary as section 3's formula gives it; rows are index key, then z. */
 void spec_summary(float rows[8][512], uint8_t summary[256]);
 
-/* test_context on the back end that the environment's CSA_TEST_TIER names: ref, or a tier of cpu (exits with 77
- * if that does not run here); without it the default. */
-csa_context *hostile_context(csa_context_options options);
-
 /* Four threads; two threads in checking mode; one thread, for ids that make tokens write the same memory. Made
  * once each. */
 csa_context *plain_context(void);

@@ -355,7 +355,8 @@ static void make_outputs(step *s)
     csa_serving serving = {.size = sizeof serving, .regions = regions, .groups = g, .topk = shape->topk};
     serving.decode_tokens = s->tokens - s->prefill_tokens;
     serving.prefill_tokens = s->prefill_tokens;
-    CHECK_OK(csa_workspace_size(&s->t->options.runner->options, &serving, &s->workspace.bytes));
+    csa_context_options options = test_options(s->t->options.runner->options);
+    CHECK_OK(csa_workspace_size(&options, &serving, &s->workspace.bytes));
     s->workspace.data = arena_buffer(&s->memory, "workspace", s->workspace.bytes)->data;
     memset(s->memory.first->covered, 1, s->workspace.bytes);
 }

@@ -602,30 +602,66 @@ void foreign_for(void *unused, int32_t count, csa_task task, void *task_data)
     free(all);
 }
 
-/* Tests of a tier that is not here are skipped: 77 is what ctest takes for that. */
+_Noreturn static void skip_program(const char *format, const char *name, const char *reason)
+{
+    print_message(format, name, reason);
+    exit(77); /* what ctest takes for that */
+}
+
+bool test_on_cuda(void)
+{
+    const char *name = getenv("CSA_TEST_BACKEND");
+    return name && strcmp(name, "cuda") == 0;
+}
+
+void test_needs_host(const char *reason)
+{
+    if (test_on_cuda())
+        skip_program("skipped %s: %s\n", "on cuda", reason);
+}
+
 static void take_tier(csa_context_options *options, const char *tier)
 {
     char text[256];
     options->backend = strcmp(tier, "ref") == 0 ? CSA_BACKEND_REF : CSA_BACKEND_CPU;
     options->tier = options->backend == CSA_BACKEND_CPU ? tier : NULL;
     csa_backend_describe(options->backend, text, sizeof text);
-    if (options->tier && !strstr(text, tier)) {
-        print_message("skipped: no tier %s here: %s\n", tier, text);
-        exit(77);
-    }
+    if (options->tier && !strstr(text, tier))
+        skip_program("skipped: no tier %s here: %s\n", tier, text);
 }
 
-csa_context *test_context(csa_context_options options)
+static void take_backend(csa_context_options *options, const char *name)
 {
-    csa_context *context = NULL;
-    const char *tier = getenv("CSA_TEST_TIER");
+    const char *preloaded = getenv("LD_PRELOAD");
+    char text[256] = "there is none of this name";
+    options->backend = CSA_BACKEND_CUDA;
+    while (options->backend && strcmp(csa_backend_name(options->backend), name) != 0)
+        options->backend--;
+    if (!options->backend || csa_backend_describe(options->backend, text, sizeof text) != CSA_OK)
+        skip_program("skipped: no back end %s here: %s\n", name, text);
+    CHECKF(!test_on_cuda() || (preloaded && strstr(preloaded, "csa_mirror")),
+           "%s cannot use a test's memory: put the mirror in front (docs/TESTING.md)", name);
+}
+
+csa_context_options test_options(csa_context_options options)
+{
+    const char *tier = getenv("CSA_TEST_TIER"), *backend = getenv("CSA_TEST_BACKEND");
     options.size = sizeof options;
-    if (tier && options.backend == CSA_BACKEND_DEFAULT)
+    if (backend && options.backend == CSA_BACKEND_DEFAULT)
+        take_backend(&options, backend);
+    else if (tier && options.backend == CSA_BACKEND_DEFAULT)
         take_tier(&options, tier);
     if (TEST_TSAN && !options.parallel_for) {
         options.parallel_for = pool_for;
         options.threads = options.threads ? options.threads : 4;
     }
+    return options;
+}
+
+csa_context *test_context(csa_context_options options)
+{
+    csa_context *context = NULL;
+    options = test_options(options);
     CHECK_OK(csa_context_create(&options, &context));
     return context;
 }
@@ -844,7 +880,8 @@ void world_make(world *w, world_shape shape, uint64_t number)
     make_step(w);
     make_prepare(w);
     csa_serving serving = world_serving(w);
-    CHECK_OK(csa_workspace_size(NULL, &serving, &w->workspace.bytes));
+    csa_context_options options = test_options((csa_context_options){0});
+    CHECK_OK(csa_workspace_size(&options, &serving, &w->workspace.bytes));
     csa_tensor workspace = arena_tensor(&w->memory, "workspace", NULL, CSA_U8, 1,
                                         (int)(w->workspace.bytes ? w->workspace.bytes : 1));
     w->workspace.data = workspace.data;

@@ -166,10 +166,25 @@ void reverse_for(void *pool, int32_t count, csa_task task, void *task_data);
 /* Every task on a thread of its own, never on the caller's. */
 void foreign_for(void *pool, int32_t count, csa_task task, void *task_data);
 
-/* Creates a context (options.size is filled in). Without a back end it runs what the environment's
- * CSA_TEST_TIER names: ref, or a tier of cpu (exits with 77 if that is not here); else the default. Without
- * parallel_for it runs OpenMP, but pool_for under ThreadSanitizer, as OpenMP's runtime is not instrumented. */
+/* The options of the context that the test is about: what they leave open is filled in. Without a back end it
+ * is what the environment's CSA_TEST_BACKEND names, or CSA_TEST_TIER: ref, or a tier of cpu; else the default.
+ * Exits with 77 if that is not here. Without parallel_for it runs OpenMP, but pool_for under ThreadSanitizer,
+ * as OpenMP's runtime is not instrumented. */
+csa_context_options test_options(csa_context_options options);
+/* Creates a context with them. One that says its back end runs that one: to compare with. */
 csa_context *test_context(csa_context_options options);
+
+/* Is it about cuda? What has no meaning there skips itself: a test with test_skip_on_cuda, a whole program with
+ * test_needs_host; both say why. */
+bool test_on_cuda(void);
+void test_needs_host(const char *reason);
+#define test_skip_on_cuda(reason)                           \
+    do {                                                    \
+        if (test_on_cuda()) {                               \
+            print_message("skipped on cuda: %s\n", reason); \
+            skip();                                         \
+        }                                                   \
+    } while (0)
 
 /* ---- A world ------------------------------------------------------------------------------------ */
 

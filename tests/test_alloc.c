@@ -219,6 +219,7 @@ static void allocations_are_seen(void **state)
 
 int main(void)
 {
+    test_needs_host("the mirror in front of its calls allocates");
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(allocations_are_seen),
         cmocka_unit_test(steps_allocate_nothing_with_openmp),

@@ -219,9 +219,10 @@ static void warming_up_needs_the_workspace(void **state)
 {
     (void)state;
     csa_serving s = {.size = sizeof s, .regions = 1000, .decode_tokens = 8, .topk = 3};
+    csa_context_options options = test_options((csa_context_options){0});
     size_t bytes;
     arena memory = {NULL};
-    CHECK_OK(csa_workspace_size(NULL, &s, &bytes));
+    CHECK_OK(csa_workspace_size(&options, &s, &bytes));
     csa_tensor workspace = arena_tensor(&memory, "workspace", NULL, CSA_U8, 1, (int)bytes);
     CHECK(csa_warm_up(context, &s, (csa_workspace){workspace.data, bytes - 1}) == CSA_ERROR_WORKSPACE);
     CHECKF(strstr(test_error(), text_of("needs %lld", (int64_t)bytes)), "%s", test_error());
@@ -229,7 +230,7 @@ static void warming_up_needs_the_workspace(void **state)
     CHECK(csa_warm_up(context, &s, (csa_workspace){(char *)workspace.data + 128, bytes}) == CSA_ERROR_ARGUMENT);
     CHECK_OK(csa_warm_up(context, &s, (csa_workspace){workspace.data, bytes}));
     s.decode_tokens = 0; /* nothing to run, nothing needed */
-    CHECK_OK(csa_workspace_size(NULL, &s, &bytes));
+    CHECK_OK(csa_workspace_size(&options, &s, &bytes));
     CHECK(bytes == 0);
     CHECK_OK(csa_warm_up(context, &s, (csa_workspace){NULL, 0}));
     arena_check(&memory);

@@ -117,8 +117,8 @@ static void run_long(size_t limit, bool prefill)
 {
     world w;
     make_long(&w);
-    csa_context_options options = {.size = sizeof options, .threads = 2, .scratch_limit = limit};
-    csa_context *context = hostile_context(options);
+    csa_context_options options = test_options((csa_context_options){.threads = 2, .scratch_limit = limit});
+    csa_context *context = test_context(options);
     csa_serving serving = world_serving(&w);
     csa_plan_args args = {.size = sizeof args, .tokens = 4, .requests = 4, .regions = LONG_REGIONS, .topk = 16};
     csa_plan *plan = NULL;
@@ -210,7 +210,7 @@ static void test_chunks(void **state)
             world_make(&all, shape, 9250);
             world_make(&cut, shape, 9250);
             csa_context *context =
-                hostile_context((csa_context_options){.threads = 3, .scratch_limit = limits[i]});
+                test_context((csa_context_options){.threads = 3, .scratch_limit = limits[i]});
             csa_plan_args args = {
                 .size = sizeof args, .tokens = cut.tokens, .requests = 5, .regions = cut.regions};
             csa_plan *plan = NULL;
@@ -308,8 +308,8 @@ static void run_two(const csa_context *first, const csa_context *second)
 static void test_two_threads(void **state)
 {
     (void)state;
-    csa_context *one = hostile_context((csa_context_options){.threads = 3, .parallel_for = pool_for});
-    csa_context *other = hostile_context((csa_context_options){.threads = 2, .parallel_for = pool_for});
+    csa_context *one = test_context((csa_context_options){.threads = 3, .parallel_for = pool_for});
+    csa_context *other = test_context((csa_context_options){.threads = 2, .parallel_for = pool_for});
     run_two(one, one);
     run_two(one, other);
     run_two(plain_context(), plain_context()); /* OpenMP may be entered twice, too */

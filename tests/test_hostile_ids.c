@@ -354,9 +354,9 @@ static void test_plan_bounds(void **state)
     const int64_t bounds[] = {INT64_MAX, INT64_MIN, 0, -1, 30, 99};
     world w;
     world_make(&w, (world_shape){.requests = 6, .exact_length = 100}, 1400);
-    csa_context *context = hostile_context((csa_context_options){.threads = 2, .scratch_limit = 1});
+    csa_context *context = test_context((csa_context_options){.threads = 2, .scratch_limit = 1});
     csa_context *checking =
-        hostile_context((csa_context_options){.threads = 2, .scratch_limit = 1, .check = true});
+        test_context((csa_context_options){.threads = 2, .scratch_limit = 1, .check = true});
     csa_plan_args args = {.size = sizeof args, .positions = bounds, .tokens = 6, .requests = 6, .topk = 4};
     args.regions = w.regions;
     csa_plan *plan = NULL, *checked = NULL;

@@ -239,7 +239,7 @@ static void test_junk_checked(void **state)
         test_set_draw(draw);
         make_junkyard(&y, draw);
         test_random r = random_of(33, (uint64_t)draw);
-        csa_context *context = hostile_context((csa_context_options){.threads = 1, .check = true});
+        csa_context *context = test_context((csa_context_options){.threads = 1, .check = true});
         for (int number = 0; number < CALLS; number++) {
             spoil(&y, &r, number);
             uint8_t *before = arena_snapshot(&y.w.memory);

@@ -204,7 +204,7 @@ static void test_rows_nobody_writes(void **state)
     for (int threads = 1; threads < 18; threads += 8) {
         world w;
         csa_context *context =
-            hostile_context((csa_context_options){.threads = threads, .parallel_for = pool_for});
+            test_context((csa_context_options){.threads = threads, .parallel_for = pool_for});
         world_make(&w, (world_shape){.requests = 5, .groups = 2, .heads = 3, .exact_length = 77}, 4400);
         *i64_at(&w.step.slots, 1) = -1;
         *i64_at(&w.step.positions, 3) = -1;

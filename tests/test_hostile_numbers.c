@@ -102,7 +102,7 @@ static void test_merge_empty_parts(void **state)
     csa_tensor out = {0}, lse = {0};
     for (int i = 0; i < COUNT_OF(threads); i++) {
         csa_context *context =
-            hostile_context((csa_context_options){.threads = threads[i], .parallel_for = pool_for});
+            test_context((csa_context_options){.threads = threads[i], .parallel_for = pool_for});
         csa_step_args step = world_step(&w);
         tensor_set(&w.out, 0xFF);
         CHECK_OK(csa_decode(context, &step));

@@ -142,6 +142,7 @@ static void expect_same_layer(csa_context_options options)
 static void tasks_run_in_any_order_anywhere(void **state)
 {
     (void)state;
+    test_skip_on_cuda("no task runs on the host");
     const csa_parallel_for kinds[] = {serial_for, reverse_for, foreign_for, pool_for};
     const int32_t threads[] = {1, 2, 7, 64};
     for (int kind = 0; kind < 4; kind++)
@@ -167,6 +168,7 @@ static void asking_for(void *pool, int32_t count, csa_task task, void *task_data
 static void counts_stay_within_threads(void **state)
 {
     (void)state;
+    test_skip_on_cuda("no task runs on the host");
     asked a = {0};
     csa_context *context =
         test_context((csa_context_options){.threads = 5, .parallel_for = asking_for, .pool = &a});
@@ -182,6 +184,7 @@ static void counts_stay_within_threads(void **state)
 static void a_dropped_task_is_noticed(void **state)
 {
     (void)state;
+    test_skip_on_cuda("no task runs on the host");
     asked a = {.drop = 1};
     csa_context *context =
         test_context((csa_context_options){.threads = 3, .parallel_for = asking_for, .pool = &a});

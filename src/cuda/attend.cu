@@ -1,0 +1,721 @@
+/*
+ * Section 6: attention of a row to the tokens of its list, straight from the paged cache.
+ *
+ * Order of sums, the same however a row is cut: the row's live list entries are taken in units of 8 regions (64
+ * tokens), each with a softmax of its own; the 8 units of a piece (64 entries) join in a binary tree; pieces join one
+ * after the other. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the values
+ * weighted by it.
+ *
+ * A cluster of 1, 2, 4 or 8 blocks works on a piece, each on an aligned subtree of its units; then each block joins
+ * its slice of the 192 values over all blocks, read from their shared memory. A cluster takes a whole row, piece by
+ * piece, or (few rows) a single piece: then pieces leave records in the workspace, and the block that finds itself
+ * the last of its row and slice joins them.
+ *
+ * A block has four warps. A unit's 64 cache rows are copied asynchronously into one of two stages, a warp two
+ * regions; one stage loads while the other is worked on. Q.K: heads are the product's rows (16, padded), a warp does
+ * its own two regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory. P.V: a warp
+ * does 48 of the 192 values over all 64 tokens. Rows in shared memory lie 16 bytes apart from a multiple of 128, and
+ * tokens are numbered within the products so that no load conflicts; pairs of tokens that a product wants side by
+ * side are interleaved in registers. Three meetings of the block a unit.
+ *
+ * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest value
+ * by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
+ *
+ * Bound by memory: two blocks a multiprocessor with 49 KB (bf16) each under way.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "../numeric.h"
+#include "../tokens.h"
+#include "device/instructions.cuh"
+#include "device/load.cuh"
+#include "launch.h"
+#include "stages.h"
+
+#include <math.h>
+
+namespace {
+
+enum {
+    WARPS = 4,
+    THREADS = 32 * WARPS,
+    HEADS = CSA_MAX_HEADS,
+    SIZE = CSA_HEAD_SIZE,
+    UNIT = 8,                     /* regions */
+    UNITS = CSA_PIECE / UNIT,     /* of a piece */
+    ROWS = UNIT * CSA_REGION,     /* cache rows of a unit */
+    SLICE = SIZE / WARPS,         /* values of a warp */
+    TILES = SLICE / 8,            /* products of 8 values */
+    WEIGHT_PITCH = ROWS + 8,      /* halves */
+    MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
+};
+
+struct attend_params {
+    csa_tokens tokens;
+    csa_tensor active, positions; /* of rows; ndim 0: they follow from the tokens */
+    csa_tensor kv, query, selected, gate, out, lse;
+    const float *k_scale, *v_scale;
+    csa_span span;
+    float scale;
+    int block_shift; /* regions of a block */
+    int64_t block_bytes, row_bytes;
+    bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
+    bool query_aligned;
+    int pieces;         /* of the longest row, where each has clusters of its own; else 0 */
+    uint32_t *counters; /* [row, CSA_RECORD_RANKS] */
+    float *records;     /* [row, piece, CSA_RECORD_FLOATS] */
+};
+
+template <bool FP8> struct layout {
+    static constexpr int ROW = FP8 ? CSA_KV_SIZE : 2 * CSA_KV_SIZE; /* bytes of a cache row */
+    static constexpr int PITCH = ROW + 16;
+    static constexpr int STAGE = ROWS * PITCH;
+};
+
+template <bool FP8, int BLOCKS> struct shared_state {
+    __align__(16) unsigned char stage[2][layout<FP8>::STAGE];
+    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH];
+    float warp_max[WARPS][HEADS], warp_sum[WARPS][HEADS];
+    uint32_t entries[MAX_PIECES * CSA_PIECE / BLOCKS]; /* this block's, units in the order they are worked on */
+    bool last;
+};
+
+/* What a block leaves for its cluster, in a stage that has been used. */
+struct part_result {
+    float m[HEADS], l[HEADS];
+    float o[HEADS][SIZE];
+};
+
+/* A partial result as lanes hold it: heads g and g + 8, TILES products. */
+struct partial {
+    float m[2], l[2];
+    float o[TILES][4];
+};
+
+/* ---- Joining ------------------------------------------------------------------------------------ */
+
+/* Factors of two partial results when they join; m and l become those of the whole. */
+__device__ __forceinline__ void join_factors(float &m, float &l, float other_m, float other_l, float &own,
+                                             float &other)
+{
+    float most = fmaxf(m, other_m), base = most == -INFINITY ? 0.0F : most;
+    own = exp2_fast(m - base);
+    other = exp2_fast(other_m - base);
+    l = fmaf(other_l, other, l * own);
+    m = most;
+}
+
+__device__ __forceinline__ void join(partial &a, const partial &b)
+{
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float own, other;
+        join_factors(a.m[half], a.l[half], b.m[half], b.l[half], own, other);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; i++)
+                a.o[tile][i] = fmaf(b.o[tile][i], other, a.o[tile][i] * own);
+    }
+}
+
+/* ---- Loading ------------------------------------------------------------------------------------ */
+
+/* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
+__device__ uint32_t resolve_entry(const attend_params &p, int64_t region, int64_t owner, int64_t position)
+{
+    int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
+    if (region < 0 || last < 0)
+        return 0;
+    int64_t block = csa_mapped_block(&p.tokens.block_table, owner, region >> p.block_shift, p.kv.shape[0]);
+    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1), seen = last < CSA_REGION ? (uint32_t)last + 1 : CSA_REGION;
+    return block < 0 ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
+}
+
+/* Copies a region's cache rows, those past the first `seen` as zeros; any strides. */
+template <bool FP8>
+__device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t *from, int64_t row_bytes, bool aligned,
+                                                int seen)
+{
+    constexpr int CHUNKS = layout<FP8>::ROW / 16, PITCH = layout<FP8>::PITCH;
+    for (int i = threadIdx.x % 32; i < CSA_REGION * CHUNKS; i += 32) {
+        int row = i / CHUNKS, chunk = i % CHUNKS;
+        *(uint4 *)(to + row * PITCH + chunk * 16) =
+            row < seen ? load_16(from + row * row_bytes + chunk * 16, aligned) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Copies a warp's two regions of a unit into a stage. */
+template <bool FP8>
+__device__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries, const uint8_t *group_kv)
+{
+    constexpr int ROW = layout<FP8>::ROW, PITCH = layout<FP8>::PITCH, COPIES = CSA_REGION * ROW / 512;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int r = 2 * warp; r < 2 * warp + 2; r++) {
+        uint32_t entry = entries[r], physical = entry >> 4;
+        const uint8_t *from = group_kv + (int64_t)(physical >> p.block_shift) * p.block_bytes +
+                              (int64_t)(physical & ((1U << p.block_shift) - 1)) * CSA_REGION * p.row_bytes;
+        unsigned char *region = stage + r * CSA_REGION * PITCH;
+        if ((entry & 15) != CSA_REGION || !p.kv_packed) {
+            load_region_slowly<FP8>(region, from, p.row_bytes, p.kv_aligned, (int)(entry & 15));
+            continue;
+        }
+        uint32_t to = shared_address(region) + (uint32_t)lane * 16;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) { /* the region is contiguous; in shared memory a row ends with a gap */
+            int row = (i * 512 + lane * 16) / ROW;
+            copy_16(to + (uint32_t)(i * 512 + row * (PITCH - ROW)), from + lane * 16 + i * 512);
+        }
+    }
+}
+
+/* A head's query as the product's rows want it, and the factor of its logits. */
+template <bool FP8> struct queries {
+    uint32_t a[12][4]; /* per step of the inner index */
+    float factor[2];   /* heads g and g + 8 */
+
+    __device__ void load(const attend_params &p, int64_t token, int64_t group)
+    {
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        float scale = p.scale * 1.44269504F; /* logits in base 2 */
+        if (FP8 && p.k_scale)
+            scale *= *p.k_scale;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int head = g + 8 * half;
+            bool real = head < p.query.shape[2];
+            const uint8_t *q = (const uint8_t *)csa_at(&p.query, token, group, real ? head : 0);
+            uint32_t words[24];
+#pragma unroll
+            for (int i = 0; i < 6; i++) { /* 8 values each, where keys give 16 bytes: 8 bf16 or 16 codes */
+                int first = FP8 ? i / 2 * 64 + t * 16 + i % 2 * 8 : i * 32 + t * 8;
+                uint4 v = real ? load_16(q + 2 * first, p.query_aligned) : make_uint4(0, 0, 0, 0);
+                words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+            }
+            factor[half] = FP8 ? scale * to_f16(words) : scale;
+#pragma unroll
+            for (int step = 0; step < 12; step++) {
+                a[step][half] = words[2 * step];
+                a[step][half + 2] = words[2 * step + 1];
+            }
+        }
+    }
+
+    /* Turns bf16 pairs into f16 pairs times a power of two; returns the inverse of that power. */
+    __device__ static float to_f16(uint32_t (&words)[24])
+    {
+        float most = 0.0F;
+#pragma unroll
+        for (int i = 0; i < 24; i++)
+            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i] << 16)), fabsf(__uint_as_float(words[i] & 0xFFFF0000))));
+        most = fmaxf(most, __shfl_xor_sync(~0U, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0U, most, 2));
+        int exponent = (int)(__float_as_uint(most) >> 23) - 127; /* most is in [2^exponent, 2^(exponent + 1)) */
+        int shift = exponent == 128 ? 0 : max(-100, min(100, 14 - exponent));
+        float up = __uint_as_float((uint32_t)(127 + shift) << 23);
+#pragma unroll
+        for (int i = 0; i < 24; i++)
+            words[i] = pack_f16(__uint_as_float(words[i] << 16) * up, __uint_as_float(words[i] & 0xFFFF0000) * up);
+        return __uint_as_float((uint32_t)(127 - shift) << 23);
+    }
+};
+
+/* ---- A unit ------------------------------------------------------------------------------------- */
+
+template <bool FP8> __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    if (FP8)
+        mma_f16(c, a, b0, b1);
+    else
+        mma_bf16(c, a, b0, b1);
+}
+
+/* Logits of a warp's two regions, in base 2: region, {head g: tokens t, t + 4; head g + 8: the same}. */
+template <bool FP8>
+__device__ void find_logits(const unsigned char *stage, const uint32_t *entries, const queries<FP8> &q,
+                            float (&logits)[2][4])
+{
+    constexpr int PITCH = layout<FP8>::PITCH;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+    int token = (g & 1) << 2 | g >> 1; /* of column g: neighbours lie four rows apart, in other banks */
+    float sums[2][2][4] = {};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const uint4 *key = (const uint4 *)(stage + ((2 * warp + r) * CSA_REGION + token) * PITCH) + t;
+#pragma unroll
+        for (int i = 0; i < (FP8 ? 3 : 6); i++) {
+            uint4 v = key[4 * i];
+            if (FP8) {
+                uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int w = 0; w < 4; w++)
+                    multiply<FP8>(sums[r][w % 2], q.a[(4 * i + w) % 12], e4m3x2_to_f16x2(words[w]),
+                                  e4m3x2_to_f16x2(words[w] >> 16));
+            } else {
+                multiply<FP8>(sums[r][0], q.a[2 * i], v.x, v.y);
+                multiply<FP8>(sums[r][1], q.a[2 * i + 1], v.z, v.w);
+            }
+        }
+        int seen = (int)(entries[2 * warp + r] & 15);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            logits[r][i] = t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * q.factor[i / 2] : -INFINITY;
+    }
+}
+
+/* Over the four lanes that share heads g and g + 8. */
+__device__ __forceinline__ float lanes_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0U, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0U, x, 2));
+}
+
+__device__ __forceinline__ float lanes_sum(float x)
+{
+    x += __shfl_xor_sync(~0U, x, 1);
+    return x + __shfl_xor_sync(~0U, x, 2);
+}
+
+/* A pair of values of two tokens, interleaved: {first.low, second.low}, {first.high, second.high}. */
+__device__ __forceinline__ void pair_up(uint32_t first, uint32_t second, uint32_t &low, uint32_t &high)
+{
+    low = __byte_perm(first, second, 0x5410);
+    high = __byte_perm(first, second, 0x7632);
+}
+
+/* Operand b of the products over 16 tokens: values 4g..4g+3 of the warp's slice in tiles 0 to 3, values 32 + 2g and
+ * 33 + 2g in tiles 4 and 5; `half` says which of the two regions. */
+template <bool FP8> __device__ __forceinline__ void load_values(const unsigned char *row, uint32_t (&b)[TILES][2], int half)
+{
+    constexpr int PITCH = layout<FP8>::PITCH, BYTES = FP8 ? 1 : 2;
+    int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
+    const unsigned char *wide = row + (SIZE + warp * SLICE + 4 * g) * BYTES;
+    const unsigned char *narrow = row + (SIZE + warp * SLICE + 32 + 2 * g) * BYTES;
+    if (FP8) {
+        uint32_t first = *(const uint32_t *)wide, second = *(const uint32_t *)(wide + PITCH);
+        uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
+        b[0][half] = e4m3x2_to_f16x2(low);
+        b[1][half] = e4m3x2_to_f16x2(low >> 16);
+        b[2][half] = e4m3x2_to_f16x2(high);
+        b[3][half] = e4m3x2_to_f16x2(high >> 16);
+        low = __byte_perm(*(const uint16_t *)narrow, *(const uint16_t *)(narrow + PITCH), 0x5140);
+        b[4][half] = e4m3x2_to_f16x2(low);
+        b[5][half] = e4m3x2_to_f16x2(low >> 16);
+    } else {
+        uint2 first = *(const uint2 *)wide, second = *(const uint2 *)(wide + PITCH);
+        pair_up(first.x, second.x, b[0][half], b[1][half]);
+        pair_up(first.y, second.y, b[2][half], b[3][half]);
+        pair_up(*(const uint32_t *)narrow, *(const uint32_t *)(narrow + PITCH), b[4][half], b[5][half]);
+    }
+}
+
+/* Which of the slice's values a lane's column i of a tile is. */
+__device__ __forceinline__ int value_of(int tile, int i)
+{
+    int t = threadIdx.x % 4;
+    return tile < 4 ? 8 * t + 4 * i + tile : 32 + 4 * t + 2 * i + (tile - 4);
+}
+
+/* Works on a stage that has arrived as far as this thread's copies go. */
+template <bool FP8, int BLOCKS>
+__device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *stage, const uint32_t *entries,
+                            const queries<FP8> &q, partial &result)
+{
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+    float logits[2][4], most[2], base[2], sum[2];
+    __syncwarp();
+    find_logits<FP8>(stage, entries, q, logits);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float x = fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]),
+                        fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
+        x = lanes_max(x);
+        if (t == 0)
+            s.warp_max[warp][g + 8 * half] = x;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        most[half] = s.warp_max[0][g + 8 * half];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++)
+            most[half] = fmaxf(most[half], s.warp_max[w][g + 8 * half]);
+        base[half] = most[half] == -INFINITY ? 0.0F : most[half];
+        sum[half] = 0.0F;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float weight = exp2_fast(logits[r][i] - base[i / 2]);
+            sum[i / 2] += weight;
+            uint32_t code = FP8 ? pack_f16(weight, 0.0F) : pack_bf16(weight, 0.0F);
+            s.weights[g + i / 2 * 8][(2 * warp + r) * CSA_REGION + t + i % 2 * 4] = (uint16_t)code;
+        }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float x = lanes_sum(sum[half]);
+        if (t == 0)
+            s.warp_sum[warp][g + 8 * half] = x;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int head = g + 8 * half;
+        result.m[half] = most[half];
+        result.l[half] =
+            ((s.warp_sum[0][head] + s.warp_sum[1][head]) + s.warp_sum[2][head]) + s.warp_sum[3][head];
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            result.o[tile][i] = 0.0F;
+#pragma unroll
+    for (int step = 0; step < ROWS / 16; step++) {
+        uint32_t a[4], b[TILES][2];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            a[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
+        const unsigned char *row = stage + (16 * step + 2 * t) * layout<FP8>::PITCH;
+        load_values<FP8>(row, b, 0);
+        load_values<FP8>(row + 8 * layout<FP8>::PITCH, b, 1);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            multiply<FP8>(result.o[tile], a, b[tile][0], b[tile][1]);
+    }
+}
+
+/* ---- A row's result, slice by slice ------------------------------------------------------------- */
+
+/* A thread's share of a slice: one head, every eighth value of SIZE / BLOCKS. */
+template <int BLOCKS> struct slice {
+    static constexpr int EACH = SIZE / BLOCKS / 8;
+    float m, l;
+    float o[EACH];
+
+    __device__ static int head() { return threadIdx.x / 8; }
+    __device__ static int value(int rank, int i) { return rank * (SIZE / BLOCKS) + i * 8 + threadIdx.x % 8; }
+
+    __device__ void join(float other_m, float other_l, const float (&other_o)[EACH])
+    {
+        float own, other;
+        join_factors(m, l, other_m, other_l, own, other);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            o[i] = fmaf(other_o[i], other, o[i] * own);
+    }
+};
+
+/* Joins what the blocks of the cluster left at `left`, in a tree. */
+template <int BLOCKS> __device__ void join_blocks(const part_result &left, int rank, slice<BLOCKS> &result)
+{
+    constexpr int EACH = slice<BLOCKS>::EACH;
+    slice<BLOCKS> parts[BLOCKS];
+    int head = slice<BLOCKS>::head();
+#pragma unroll
+    for (int of = 0; of < BLOCKS; of++) {
+        parts[of].m = __uint_as_float(cluster_load<BLOCKS>(cluster_address<BLOCKS>(&left.m[head], of)));
+        parts[of].l = __uint_as_float(cluster_load<BLOCKS>(cluster_address<BLOCKS>(&left.l[head], of)));
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            parts[of].o[i] = __uint_as_float(cluster_load<BLOCKS>(
+                cluster_address<BLOCKS>(&left.o[head][slice<BLOCKS>::value(rank, i)], of)));
+    }
+#pragma unroll
+    for (int step = 1; step < BLOCKS; step *= 2)
+#pragma unroll
+        for (int of = 0; of + step < BLOCKS; of += 2 * step)
+            parts[of].join(parts[of + step].m, parts[of + step].l, parts[of + step].o);
+    result = parts[0];
+}
+
+template <int BLOCKS>
+__device__ void write_row(const attend_params &p, int64_t token, int64_t group, int rank, const slice<BLOCKS> &result)
+{
+    int head = slice<BLOCKS>::head();
+    if (head >= p.query.shape[2])
+        return;
+    uint16_t *out = (uint16_t *)csa_at(&p.out, token, group, head);
+    bool gated = csa_present(&p.gate), empty = result.l == 0.0F;
+    float factor = gated ? csa_gate_factor(*(const uint16_t *)csa_at(&p.gate, token, group, head)) : 1.0F;
+    float v_scale = p.v_scale ? *p.v_scale : 1.0F;
+#pragma unroll
+    for (int i = 0; i < slice<BLOCKS>::EACH; i++) {
+        uint16_t value = empty ? 0 : csa_float_to_bf16(result.o[i] / result.l * v_scale);
+        if (gated && !empty)
+            value = csa_float_to_bf16(csa_bf16_to_float(value) * factor);
+        out[slice<BLOCKS>::value(rank, i)] = value;
+    }
+    if (csa_present(&p.lse) && rank == 0 && threadIdx.x % 8 == 0)
+        *(float *)csa_at(&p.lse, token, group, head) =
+            empty ? -INFINITY : (result.m + log2f(result.l)) * 0.693147181F;
+}
+
+/* Leaves a piece's slice in the workspace; the last of the row's pieces joins all of them into `result`. */
+template <int BLOCKS>
+__device__ bool join_pieces(const attend_params &p, int64_t row, int piece, int pieces, int rank, bool &last,
+                            slice<BLOCKS> &result)
+{
+    constexpr int EACH = slice<BLOCKS>::EACH;
+    float *records = p.records + row * p.pieces * CSA_RECORD_FLOATS;
+    int head = slice<BLOCKS>::head(), sums = HEADS * SIZE + rank * 2 * HEADS;
+    float *record = records + piece * CSA_RECORD_FLOATS;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        __stcg(&record[head * SIZE + slice<BLOCKS>::value(rank, i)], result.o[i]);
+    if (threadIdx.x % 8 == 0) {
+        __stcg(&record[sums + head], result.m);
+        __stcg(&record[sums + HEADS + head], result.l);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(&p.counters[row * CSA_RECORD_RANKS + rank], 1U) == (uint32_t)pieces - 1;
+    __syncthreads();
+    if (!last)
+        return false;
+    __threadfence();
+    constexpr int AT_ONCE = BLOCKS >= 4 ? 8 : 2; /* loads that do not wait for each other */
+    for (int first = 0; first < pieces; first += AT_ONCE) {
+        slice<BLOCKS> next[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            record = records + min(first + i, pieces - 1) * CSA_RECORD_FLOATS;
+            next[i].m = __ldcg(&record[sums + head]);
+            next[i].l = __ldcg(&record[sums + HEADS + head]);
+#pragma unroll
+            for (int k = 0; k < EACH; k++)
+                next[i].o[k] = __ldcg(&record[head * SIZE + slice<BLOCKS>::value(rank, k)]);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i == 0)
+                result = next[i];
+            else if (first + i < pieces)
+                result.join(next[i].m, next[i].l, next[i].o);
+        }
+    }
+    return true;
+}
+
+/* ---- The kernel --------------------------------------------------------------------------------- */
+
+/* Puts a unit's result into the tree of the block's COUNT units; at the last one `result` is the block's. */
+template <int COUNT, int LEVEL = 0> __device__ __forceinline__ void join_units(partial (&waiting)[3], partial &result, int unit)
+{
+    if constexpr (1 << LEVEL < COUNT) {
+        if ((unit >> LEVEL & 1) == 0) {
+            waiting[LEVEL] = result;
+        } else {
+            join(waiting[LEVEL], result);
+            result = waiting[LEVEL];
+            join_units<COUNT, LEVEL + 1>(waiting, result, unit);
+        }
+    }
+}
+
+template <bool FP8, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, 2) attend_kernel(attend_params p)
+{
+    constexpr int OWN_UNITS = UNITS / BLOCKS, OWN_ENTRIES = OWN_UNITS * UNIT;
+    extern __shared__ __align__(16) unsigned char shared[];
+    shared_state<FP8, BLOCKS> &s = *(shared_state<FP8, BLOCKS> *)shared;
+    int rank = blockIdx.x % BLOCKS, clusters = p.pieces > 0 ? p.pieces : 1, first_piece = blockIdx.x / BLOCKS % clusters;
+    int64_t row = blockIdx.x / BLOCKS / clusters, groups = p.query.shape[1], group = row % groups;
+    int64_t token = row / groups, step_token = p.span.first + token;
+    start_kernel_behind();
+
+    bool given = csa_present(&p.positions);
+    bool active = given ? csa_bool(&p.active, row) : csa_token_active(&p.tokens, step_token);
+    int64_t position = !active ? -1 : given ? csa_i64(&p.positions, row) : csa_token_position(&p.tokens, step_token);
+    int64_t columns = p.selected.shape[1], live = position < 0 ? 0 : position / CSA_REGION + 1;
+    int entries = (int)(live < columns ? live : columns), pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
+    if (first_piece >= pieces)
+        return;
+    queries<FP8> q;
+    q.load(p, token, group);
+    int64_t owner = csa_token_owner(&p.tokens, step_token);
+    int own_pieces = p.pieces > 0 ? 1 : pieces, total = own_pieces * OWN_UNITS;
+    const int64_t *list = (const int64_t *)csa_at(&p.selected, row, columns - entries, 0);
+    wait_for_kernel_ahead();
+    for (int i = threadIdx.x; i < own_pieces * OWN_ENTRIES; i += THREADS) {
+        int at = (first_piece + i / OWN_ENTRIES) * CSA_PIECE + rank * OWN_ENTRIES + i % OWN_ENTRIES;
+        s.entries[i] = at < entries ? resolve_entry(p, list[at], owner, position) : 0;
+    }
+    __syncthreads();
+    const uint8_t *group_kv = (const uint8_t *)csa_at(&p.kv, 0, group, 0);
+    for (int i = 0; i < 2; i++) {
+        if (i < total)
+            load_unit<FP8>(p, s.stage[i], s.entries + i * UNIT, group_kv);
+        copies_commit();
+    }
+
+    slice<BLOCKS> result;
+    partial waiting[3], unit_result;
+    for (int i = 0; i < total; i++) {
+        unsigned char *stage = s.stage[i % 2];
+        copies_wait<1>();
+        attend_unit<FP8, BLOCKS>(s, stage, s.entries + i * UNIT, q, unit_result);
+        __syncthreads(); /* the stage has been used */
+        join_units<OWN_UNITS>(waiting, unit_result, i % OWN_UNITS);
+        if (i % OWN_UNITS != OWN_UNITS - 1) {
+            if (i + 2 < total)
+                load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
+            copies_commit();
+            continue;
+        }
+        part_result &left = *(part_result *)stage;
+        int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
+                left.m[g + 8 * half] = unit_result.m[half];
+                left.l[g + 8 * half] = unit_result.l[half];
+            }
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+                    left.o[g + 8 * half][warp * SLICE + value_of(tile, k)] = unit_result.o[tile][2 * half + k];
+        }
+        cluster_sync<BLOCKS>();
+        slice<BLOCKS> piece;
+        join_blocks<BLOCKS>(left, rank, piece);
+        if (i < OWN_UNITS)
+            result = piece;
+        else
+            result.join(piece.m, piece.l, piece.o);
+        cluster_sync<BLOCKS>(); /* the stage may be loaded again */
+        if (i + 2 < total)
+            load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
+        copies_commit();
+    }
+    if (p.pieces > 0 && pieces > 1 && !join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
+        return;
+    write_row<BLOCKS>(p, token, group, rank, result);
+}
+
+/* ---- Launching ---------------------------------------------------------------------------------- */
+
+using kernel = void (*)(attend_params);
+
+struct variant {
+    kernel run;
+    size_t shared;
+};
+
+/* Kernels for clusters of 1, 2, 4 and 8 blocks. */
+template <bool FP8> variant find_variant(int blocks)
+{
+    switch (blocks) {
+    case 8:
+        return {attend_kernel<FP8, 8>, sizeof(shared_state<FP8, 8>)};
+    case 4:
+        return {attend_kernel<FP8, 4>, sizeof(shared_state<FP8, 4>)};
+    case 2:
+        return {attend_kernel<FP8, 2>, sizeof(shared_state<FP8, 2>)};
+    default:
+        return {attend_kernel<FP8, 1>, sizeof(shared_state<FP8, 1>)};
+    }
+}
+
+/* Clusters of 1, 2, 4 and 8 blocks that fit a Hopper of 132 multiprocessors at a time, as it says itself: clusters
+ * do not cross its partitions, so that larger ones leave some of it idle. */
+const int CLUSTERS_AT_ONCE[] = {264, 132, 62, 30};
+
+/* Blocks per cluster so that `items` clusters, of which each block can do 1/blocks in the time of one, are done
+ * soonest. Larger clusters meet more often: they must win by a tenth. */
+int cluster_size(const csa_context *context, int64_t items)
+{
+    int best = 1;
+    double best_time = 1e30;
+    for (int blocks = 1, i = 0; blocks <= (context->portable ? 1 : 8); blocks *= 2, i++) {
+        int64_t at_once = CLUSTERS_AT_ONCE[i] * (int64_t)context->multiprocessors / 132;
+        if (at_once < 1)
+            at_once = 1;
+        double time = (double)((items + at_once - 1) / at_once) / blocks;
+        if (time < 0.9 * best_time) {
+            best_time = time;
+            best = blocks;
+        }
+    }
+    return best;
+}
+
+csa_status queue_attend(const csa_context *context, attend_params &p, bool overlap, void *stream)
+{
+    int64_t rows = p.query.shape[0] * p.query.shape[1], columns = p.selected.shape[1];
+    bool fp8 = p.kv.dtype != CSA_BF16;
+    int64_t whole_pieces = (columns + CSA_PIECE - 2) / CSA_PIECE; /* the current region alone is no work */
+    if (p.counters && rows < CSA_SPLIT_ROWS)
+        p.pieces = (int)((columns + CSA_PIECE - 1) / CSA_PIECE);
+    int blocks = cluster_size(context, p.pieces > 0 ? rows * (whole_pieces > 0 ? whole_pieces : 1) : rows);
+    variant v = fp8 ? find_variant<true>(blocks) : find_variant<false>(blocks);
+    csa_launch l;
+    l.grid = dim3((unsigned)(rows * (p.pieces > 0 ? p.pieces : 1) * blocks));
+    l.block = dim3(THREADS);
+    l.shared = v.shared;
+    l.stream = stream;
+    l.cluster = (unsigned)blocks;
+    l.overlap = overlap && !context->portable;
+    return csa_queue("attend", v.run, l, p);
+}
+
+} // namespace
+
+csa_status csa_cuda_load_attend(void)
+{
+    csa_status status = CSA_OK;
+    for (int blocks = 1; blocks <= 8 && status == CSA_OK; blocks *= 2) {
+        variant bf16 = find_variant<false>(blocks), fp8 = find_variant<true>(blocks);
+        status = csa_load("attend", bf16.run, bf16.shared);
+        if (status == CSA_OK)
+            status = csa_load("attend", fp8.run, fp8.shared);
+    }
+    return status;
+}
+
+csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
+                                uint32_t *counters, float *records)
+{
+    attend_params p = {};
+    if (span.count == 0)
+        return CSA_OK;
+    p.tokens = *args->tokens;
+    if (args->rows) {
+        p.active = args->rows->active;
+        p.positions = args->rows->positions;
+    }
+    p.kv = args->cache->kv;
+    p.query = args->query;
+    p.selected = args->selected;
+    p.gate = args->gate;
+    p.out = args->out;
+    p.lse = args->lse;
+    if (p.kv.dtype != CSA_BF16) {
+        p.k_scale = args->cache->k_scale;
+        p.v_scale = args->cache->v_scale;
+    }
+    p.span = span;
+    p.scale = args->scale;
+    while ((CSA_REGION << p.block_shift) < p.kv.shape[2])
+        p.block_shift++;
+    p.block_bytes = p.kv.stride[0] * csa_itemsize(p.kv.dtype);
+    p.row_bytes = p.kv.stride[2] * csa_itemsize(p.kv.dtype);
+    p.kv_aligned = csa_aligned(&p.kv);
+    p.kv_packed = p.kv_aligned && p.kv.stride[2] == CSA_KV_SIZE;
+    p.query_aligned = csa_aligned(&p.query);
+    p.counters = counters;
+    p.records = records;
+    if (p.kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
+                             (long long)p.kv.shape[0]);
+    return queue_attend(context, p, counters != nullptr, args->stream);
+}
+
+csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
+{
+    csa_span all = {0, args->query.shape[0]};
+    return csa_cuda_attend_span(context, args, all, nullptr, nullptr);
+}

@@ -1,0 +1,168 @@
+/*
+ * The instructions that CUDA C++ does not spell: matrix products, conversions, asynchronous copies, launches that
+ * overlap. No kernel holds inline assembly of its own.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#ifndef CSA_CUDA_INSTRUCTIONS_CUH
+#define CSA_CUDA_INSTRUCTIONS_CUH
+
+#include <stdint.h>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define CSA_SM90 1
+#else
+#define CSA_SM90 0
+#endif
+
+/* ---- Matrix products: c (16x8, fp32) += a (16x16) * b (16x8) ------------------------------------ */
+
+/*
+ * Lane l = 4 * g + t holds of a: rows g and g + 8, columns 2t, 2t+1 and 2t+8, 2t+9 in the order
+ * {row g low, row g+8 low, row g high, row g+8 high}; of b: column g, rows as a's columns {low, high}; of c: rows g
+ * and g + 8, columns 2t, 2t+1 {g:2t, g:2t+1, g+8:2t, g+8:2t+1}. Pairs have the smaller index in the low half.
+ * Sums over the inner index do not care for its order, so kernels number it as suits their loads.
+ */
+static __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* ---- Conversions -------------------------------------------------------------------------------- */
+
+/* Two e4m3 codes (the low 16 bits) as two f16 values, exactly; NaN stays NaN. */
+static __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t codes)
+{
+    uint32_t values;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"((uint16_t)codes));
+#else
+    /* The code as an f16 pattern is 2^-8 times its value, subnormals included. */
+    uint32_t spread = (codes & 0xFF) | (codes & 0xFF00) << 8;
+    uint32_t small = (spread & 0x800080) << 8 | (spread & 0x7F007F) << 7;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(small), "r"(0x5C005C00));
+    if ((spread & 0x7F) == 0x7F)
+        values = (values & 0xFFFF0000) | 0x7FFF;
+    if ((spread & 0x7F0000) == 0x7F0000)
+        values = (values & 0xFFFF) | 0x7FFF0000;
+#endif
+    return values;
+}
+
+/* Two floats to bf16 or f16, to nearest even; low is the low half. */
+static __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
+{
+    uint32_t values;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(values) : "f"(high), "f"(low));
+    return values;
+}
+
+static __device__ __forceinline__ uint32_t pack_f16(float low, float high)
+{
+    uint32_t values;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(values) : "f"(high), "f"(low));
+    return values;
+}
+
+/* 2^x, within 2 units of the last place; subnormal results are 0. */
+static __device__ __forceinline__ float exp2_fast(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- Asynchronous copies ------------------------------------------------------------------------ */
+
+static __device__ __forceinline__ uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* 16 bytes from global to shared memory, past the L1 cache. */
+static __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+static __device__ __forceinline__ void copies_commit()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Waits until at most `pending` of the thread's latest groups are under way. */
+template <int pending> static __device__ __forceinline__ void copies_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+/* ---- Launches that overlap ---------------------------------------------------------------------- */
+
+/* What the kernel ahead in the stream wrote may be read from here on. */
+static __device__ __forceinline__ void wait_for_kernel_ahead()
+{
+#if CSA_SM90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The kernel behind may start; it still waits before it reads what this one writes. */
+static __device__ __forceinline__ void start_kernel_behind()
+{
+#if CSA_SM90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* ---- Clusters: blocks that run together --------------------------------------------------------- */
+
+/* All threads of the cluster meet; shared memory written before is seen after. A block alone meets itself. */
+template <int blocks> static __device__ __forceinline__ void cluster_sync()
+{
+#if CSA_SM90
+    if (blocks > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+/* The address at which the block of that rank has what this block has at p, for load_from_cluster. */
+template <int blocks> static __device__ __forceinline__ uint32_t cluster_address(const void *p, int rank)
+{
+    uint32_t address = shared_address(p);
+#if CSA_SM90
+    if (blocks > 1) {
+        uint32_t there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+        return there;
+    }
+#endif
+    return address;
+}
+
+template <int blocks> static __device__ __forceinline__ uint32_t cluster_load(uint32_t address)
+{
+    uint32_t value;
+#if CSA_SM90
+    if (blocks > 1) {
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        return value;
+    }
+#endif
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+#endif

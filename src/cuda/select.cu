@@ -1,0 +1,546 @@
+/*
+ * Section 5: the best regions of a row, exactly and stably.
+ *
+ * A cluster of 1 to 8 blocks per row; each block owns a contiguous part of the row's scores and holds it in
+ * registers as integers that order as section 5 says (larger is better, NaN is 0). All blocks of a cluster take the
+ * same decisions from the same numbers, read from each other's shared memory:
+ *
+ *   1. the largest key, and a bound that at least k keys reach: the smallest of the maxima of k or more groups;
+ *   2. a histogram of 1024 bins, linear in the score between them: most scores lie below the bound and are not
+ *      counted, few of the others share a bin. The bin that the k-th best falls into is found by a scan from the top;
+ *   3. that bin's keys are gathered and ranked against each other: the k-th best key, and how many of its equals are
+ *      taken. A bin too full for that (plateaus, outliers that spoil the scale) is cut again, by histograms over the
+ *      integers themselves, which shrink by 1024 a round until the bin is small or holds one key;
+ *   4. chosen entries are written in order: an entry's place is the number of chosen ones before it, ties counted up
+ *      to their share. Earlier regions win ties since they are counted first.
+ *
+ * Bound by latency: the loads, five meetings of the cluster, one scan. Rows longer than the registers of a cluster
+ * are read again in each pass.
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "../tokens.h"
+#include "device/instructions.cuh"
+#include "launch.h"
+#include "stages.h"
+
+#include <float.h>
+
+namespace {
+
+enum {
+    THREADS = 512,
+    WARPS = THREADS / 32,
+    BINS = 1024,
+    ROUND = 4 * THREADS, /* scores a block reads at a time, four a thread */
+    MAX_CLUSTER = 8,
+    FEW = 512 /* keys of a bin that are ranked against each other */
+};
+
+struct select_params {
+    csa_tensor scores, current, selected;
+    csa_tokens tokens; /* a step: current regions follow from the tokens of the span */
+    csa_span span;
+    bool from_tokens, aligned;
+    uint32_t *counters; /* of attend's parts, cleared; may be NULL */
+};
+
+/* ---- Keys --------------------------------------------------------------------------------------- */
+
+enum { NO_KEY = 0, NAN_KEY = 1 }; /* past the end of a part; below every number */
+
+/* Larger is better; -0 equals +0. */
+__device__ uint32_t key_of(float score)
+{
+    uint32_t bits = __float_as_uint(score + 0.0F);
+    uint32_t key = bits ^ ((uint32_t)((int)bits >> 31) | 0x80000000);
+    return score == score ? key : NAN_KEY;
+}
+
+__device__ float score_of(uint32_t key)
+{
+    return __uint_as_float(key ^ (~(uint32_t)((int)key >> 31) | 0x80000000));
+}
+
+__device__ float finite_score_of(uint32_t key)
+{
+    float score = score_of(key);
+    return score == score ? fminf(fmaxf(score, -FLT_MAX), FLT_MAX) : -FLT_MAX;
+}
+
+/* ---- A block's part of a row -------------------------------------------------------------------- */
+
+/* Which of a row's scores are this block's: [first, end). */
+struct part {
+    const float *scores;
+    int first, end;
+    bool aligned;
+};
+
+__device__ uint4 load_keys(const part &p, int at)
+{
+    if (p.aligned && at + 3 < p.end) {
+        float4 s = *(const float4 *)(p.scores + at);
+        return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
+    }
+    uint32_t k[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        k[i] = at + i < p.end ? key_of(p.scores[at + i]) : (uint32_t)NO_KEY;
+    return make_uint4(k[0], k[1], k[2], k[3]);
+}
+
+/* ROUNDS > 0: a thread holds 4 * ROUNDS neighbours in registers. 0: four neighbours of any number of rounds, read
+ * again each time. */
+template <int ROUNDS> struct keys {
+    part p;
+    uint4 held[ROUNDS > 0 ? ROUNDS : 1];
+
+    __device__ void load()
+    {
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++)
+            held[round] = load_keys(p, index(round));
+    }
+    __device__ int index(int round) const
+    {
+        return p.first + (ROUNDS > 0 ? ((int)threadIdx.x * ROUNDS + round) * 4 : round * ROUND + (int)threadIdx.x * 4);
+    }
+    __device__ int rounds() const { return ROUNDS > 0 ? ROUNDS : (p.end - p.first + ROUND - 1) / ROUND; }
+    __device__ uint4 get(int round) const
+    {
+        return ROUNDS > 0 ? held[ROUNDS > 0 ? round : 0] : load_keys(p, index(round));
+    }
+
+    /* Calls visit(key) for each of the thread's keys, and for NO_KEY past the end. */
+    template <typename Visit> __device__ void each(Visit visit) const
+    {
+#pragma unroll
+        for (int round = 0; round < rounds(); round++) {
+            uint4 k = get(round);
+            visit(k.x);
+            visit(k.y);
+            visit(k.z);
+            visit(k.w);
+        }
+    }
+};
+
+/* ---- What blocks tell each other ---------------------------------------------------------------- */
+
+struct shared_state {
+    uint32_t bins[BINS];
+    uint32_t few[FEW];          /* this block's keys of the bin */
+    uint32_t all[FEW];          /* the cluster's */
+    uint32_t warp_low[WARPS], warp_high[WARPS];
+    uint32_t few_count;
+    uint32_t better, ties; /* this block's entries above and at the threshold */
+    /* of the block alone */
+    uint32_t warps[2][WARPS];
+    uint32_t bin, above, within, threshold, tie_share;
+};
+
+struct cluster {
+    int blocks, rank;
+
+    __device__ void meet() const
+    {
+        if (blocks > 1)
+            cluster_sync<2>();
+        else
+            __syncthreads();
+    }
+    __device__ uint32_t read(const uint32_t *p, int of) const
+    {
+        return blocks > 1 ? cluster_load<2>(cluster_address<2>(p, of)) : *(const volatile uint32_t *)p;
+    }
+};
+
+__device__ uint32_t warp_scan(uint32_t value)
+{
+    for (int step = 1; step < 32; step *= 2) {
+        uint32_t other = __shfl_up_sync(~0U, value, step);
+        value += (int)(threadIdx.x % 32) >= step ? other : 0;
+    }
+    return value;
+}
+
+/* The sum of a value over the threads before, in one meeting; `buffer` alternates. The block's sum is added to
+ * total. */
+__device__ uint32_t block_scan(shared_state &s, uint32_t value, int buffer, uint32_t &total)
+{
+    uint32_t own = warp_scan(value), before = own - value;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 31)
+        s.warps[buffer][warp] = own;
+    __syncthreads();
+    uint32_t sums = warp_scan(lane < WARPS ? s.warps[buffer][lane] : 0);
+    if (warp > 0)
+        before += __shfl_sync(~0U, sums, warp - 1);
+    total += __shfl_sync(~0U, sums, WARPS - 1);
+    return before;
+}
+
+/* The cluster's smallest `low` and largest `high`. */
+__device__ void reduce_range(shared_state &s, const cluster &c, uint32_t &low, uint32_t &high)
+{
+    uint32_t least = __reduce_min_sync(~0U, low), most = __reduce_max_sync(~0U, high);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) {
+        s.warp_low[warp] = least;
+        s.warp_high[warp] = most;
+    }
+    c.meet();
+    low = ~0U;
+    high = 0;
+    for (int i = lane; i < c.blocks * WARPS; i += 32) {
+        low = min(low, c.read(&s.warp_low[i % WARPS], i / WARPS));
+        high = max(high, c.read(&s.warp_high[i % WARPS], i / WARPS));
+    }
+    low = __reduce_min_sync(~0U, low);
+    high = __reduce_max_sync(~0U, high);
+}
+
+/* The largest key, and a key that at least `rank` keys reach: the smallest of the maxima of groups of neighbouring
+ * threads, if there are so many groups that all have a key; else the smallest key. */
+template <int ROUNDS>
+__device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, uint32_t &low,
+                            uint32_t &high)
+{
+    uint32_t least = ~0U, most = NO_KEY;
+    k.each([&](uint32_t key) {
+        least = min(least, key - 1);
+        most = max(most, key);
+    });
+    int members = c.blocks * THREADS / (int)rank; /* of a group, at most */
+    uint32_t group = most;
+    for (int step = 1; 2 * step <= members && step < 32; step *= 2)
+        group = max(group, __shfl_xor_sync(~0U, group, step));
+    low = members == 0 ? least + 1 : group;
+    high = most;
+    reduce_range(s, c, low, high);
+    if (low == NO_KEY) /* a group without a key */
+        low = NAN_KEY;
+}
+
+/* Finds the bin that the rank-th best (from 1) falls into: s.bin, s.above, s.within. bin_of gives -1 for keys that
+ * are not asked for. */
+template <int ROUNDS, typename BinOf>
+__device__ void find_bin(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, BinOf bin_of)
+{
+    for (int i = threadIdx.x; i < BINS; i += THREADS)
+        s.bins[i] = 0;
+    __syncthreads();
+    k.each([&](uint32_t key) {
+        int bin = bin_of(key);
+        if (bin >= 0)
+            atomicAdd(&s.bins[bin], 1U);
+    });
+    c.meet();
+    int upper = BINS - 1 - 2 * (int)threadIdx.x; /* a thread sums two bins, from the top */
+    uint32_t first = 0, second = 0, total = 0;
+    for (int of = 0; of < c.blocks; of++) {
+        first += c.read(&s.bins[upper], of);
+        second += c.read(&s.bins[upper - 1], of);
+    }
+    uint32_t before = block_scan(s, first + second, 0, total);
+    if (before < rank && rank <= before + first + second) {
+        bool in_first = rank <= before + first;
+        s.bin = in_first ? upper : upper - 1;
+        s.above = in_first ? before : before + first;
+        s.within = in_first ? first : second;
+    }
+    __syncthreads();
+}
+
+/* Ranks the keys for which `asked` holds, at most FEW in the cluster, against each other: s.threshold is the rank-th
+ * best, s.tie_share how many of its equals are taken. */
+template <int ROUNDS, typename Asked>
+__device__ void rank_few(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, Asked asked)
+{
+    if (threadIdx.x == 0)
+        s.few_count = 0;
+    __syncthreads();
+    k.each([&](uint32_t key) {
+        if (asked(key))
+            s.few[atomicAdd(&s.few_count, 1)] = key;
+    });
+    c.meet();
+    uint32_t count = 0;
+    for (int of = 0; of < c.blocks; of++) {
+        uint32_t theirs = c.read(&s.few_count, of);
+        for (uint32_t i = threadIdx.x; i < theirs; i += THREADS)
+            s.all[count + i] = c.read(&s.few[i], of);
+        count += theirs;
+    }
+    __syncthreads();
+    if (threadIdx.x < count) {
+        uint32_t own = s.all[threadIdx.x], better = 0, equal = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            better += s.all[i] > own;
+            equal += s.all[i] == own;
+        }
+        if (better < rank && rank <= better + equal) { /* equals write the same */
+            s.threshold = own;
+            s.tie_share = rank - better;
+        }
+    }
+    __syncthreads();
+}
+
+/* Smallest and largest key of the cluster within [from, to]. */
+template <int ROUNDS>
+__device__ void find_range(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t from, uint32_t to,
+                           uint32_t &low, uint32_t &high)
+{
+    low = ~0U;
+    high = 0;
+    k.each([&](uint32_t key) {
+        if (key >= from && key <= to) {
+            low = min(low, key);
+            high = max(high, key);
+        }
+    });
+    reduce_range(s, c, low, high);
+}
+
+/* The rank-th best key of the row, and how many of its equals belong to the best. */
+template <int ROUNDS> __device__ void find_threshold(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank)
+{
+    uint32_t low, high;
+    find_bounds(s, c, k, rank, low, high);
+    if (low < high) {
+        uint32_t least = low;
+        float bottom = finite_score_of(low), scale = (float)BINS / (finite_score_of(high) - bottom);
+        auto linear = [=](uint32_t key) { /* rises with the key, whatever the rounding; NaN becomes 0 */
+            int bin = min(BINS - 1, max(0, (int)((score_of(key) - bottom) * scale)));
+            return key >= least ? bin : -1;
+        };
+        find_bin(s, c, k, rank, linear);
+        int bin = (int)s.bin;
+        rank -= s.above;
+        auto asked = [=](uint32_t key) { return linear(key) == bin; };
+        if (s.within <= FEW) {
+            rank_few(s, c, k, rank, asked);
+            return;
+        }
+        low = ~0U;
+        high = 0;
+        k.each([&](uint32_t key) {
+            if (asked(key)) {
+                low = min(low, key);
+                high = max(high, key);
+            }
+        });
+        reduce_range(s, c, low, high);
+    }
+    while (low < high) {
+        int shift = max(0, 32 - __clz(high - low) - 10);
+        find_bin(s, c, k, rank, [=](uint32_t key) {
+            return key < low || key > high ? -1 : (int)((key - low) >> shift);
+        });
+        uint32_t from = low + (s.bin << shift), to = from + ((1U << shift) - 1);
+        rank -= s.above;
+        if (to < from || to > high)
+            to = high;
+        if (s.within <= FEW) {
+            rank_few(s, c, k, rank, [=](uint32_t key) { return key >= from && key <= to; });
+            return;
+        }
+        find_range(s, c, k, from, to, low, high);
+    }
+    if (threadIdx.x == 0) {
+        s.threshold = low;
+        s.tie_share = rank;
+    }
+    __syncthreads();
+}
+
+/* ---- Writing ------------------------------------------------------------------------------------ */
+
+/* Writes the chosen ones of four neighbours; counts are of what lies before them. */
+__device__ void write_four(const uint4 &v, int at, uint32_t threshold, uint32_t share, uint32_t &better, uint32_t &ties,
+                           int64_t *entries)
+{
+    uint32_t four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        bool wins = four[i] > threshold, tied = four[i] == threshold;
+        if (wins || (tied && ties < share))
+            entries[better + min(ties, share)] = at + i;
+        better += wins;
+        ties += tied;
+    }
+}
+
+/* Keys above and at the threshold, in the low and the high half. */
+__device__ uint32_t count_four(const uint4 &v, uint32_t threshold)
+{
+    uint32_t better = (v.x > threshold) + (v.y > threshold) + (v.z > threshold) + (v.w > threshold);
+    uint32_t ties = (v.x == threshold) + (v.y == threshold) + (v.z == threshold) + (v.w == threshold);
+    return better + (ties << 16);
+}
+
+/* Writes the chosen regions of this block to their places. */
+template <int ROUNDS>
+__device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int64_t *entries)
+{
+    uint32_t threshold = s.threshold, share = s.tie_share, better = 0, ties = 0, own = 0, before = 0;
+    for (int round = 0; round < (ROUNDS > 0 ? 1 : k.rounds()); round++) { /* halves hold a round's or a part's counts */
+        uint32_t total = 0;
+        own = 0;
+#pragma unroll
+        for (int i = 0; i < (ROUNDS > 0 ? ROUNDS : 1); i++)
+            own += count_four(k.get(ROUNDS > 0 ? i : round), threshold);
+        before = block_scan(s, own, round % 2, total);
+        better += total & 0xFFFF;
+        ties += total >> 16;
+    }
+    if (threadIdx.x == 0) {
+        s.better = better;
+        s.ties = ties;
+    }
+    c.meet();
+    better = ties = 0;
+    for (int of = 0; of < c.rank; of++) {
+        better += c.read(&s.better, of);
+        ties += c.read(&s.ties, of);
+    }
+    if constexpr (ROUNDS > 0) {
+        better += before & 0xFFFF;
+        ties += before >> 16;
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++)
+            write_four(k.get(round), k.index(round), threshold, share, better, ties, entries);
+    } else {
+        for (int round = 0; round < k.rounds(); round++) {
+            uint32_t total = 0;
+            uint4 v = k.get(round);
+            before = block_scan(s, count_four(v, threshold), round % 2, total);
+            uint32_t better_here = better + (before & 0xFFFF), ties_here = ties + (before >> 16);
+            write_four(v, k.index(round), threshold, share, better_here, ties_here, entries);
+            better += total & 0xFFFF;
+            ties += total >> 16;
+        }
+    }
+}
+
+/* Everything is chosen: padding, then 0..current. */
+__device__ void write_all(int64_t *entries, int64_t width, int64_t current)
+{
+    int64_t padding = width - current; /* current = -1: the whole row */
+    for (int64_t i = threadIdx.x; i <= width; i += THREADS)
+        entries[i] = i < padding ? -1 : i - padding;
+}
+
+template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(select_params p, int blocks)
+{
+    __shared__ shared_state s;
+    int64_t row = blockIdx.x / blocks, width = p.selected.shape[1] - 1, regions = p.scores.shape[1], current;
+    cluster c = {blocks, (int)(blockIdx.x % blocks)};
+    start_kernel_behind();
+    if (p.from_tokens) {
+        int64_t token = p.span.first + row / (p.scores.shape[0] / p.span.count);
+        bool active = csa_token_active(&p.tokens, token);
+        current = active ? csa_token_position(&p.tokens, token) / CSA_REGION : 0;
+        wait_for_kernel_ahead();
+    } else {
+        current = csa_i64(&p.current, row);
+    }
+    current = current >= regions ? regions - 1 : current < 0 ? -1 : current;
+    if (p.counters && row < CSA_SPLIT_ROWS && c.rank == 0 && threadIdx.x < CSA_RECORD_RANKS)
+        p.counters[row * CSA_RECORD_RANKS + threadIdx.x] = 0;
+    int64_t *entries = (int64_t *)csa_at(&p.selected, row, 0, 0);
+    if (current <= width) {
+        if (c.rank == 0)
+            write_all(entries, width, current);
+        return;
+    }
+    keys<ROUNDS> k;
+    int each = (int)((current + blocks - 1) / blocks + 3) / 4 * 4;
+    k.p.scores = (const float *)csa_at(&p.scores, row, 0, 0);
+    k.p.first = (int)min((int64_t)each * c.rank, current);
+    k.p.end = (int)min((int64_t)each * (c.rank + 1), current);
+    k.p.aligned = p.aligned;
+    k.load();
+    find_threshold(s, c, k, (uint32_t)width);
+    write_chosen(s, c, k, entries);
+    if (c.rank == 0 && threadIdx.x == 0)
+        entries[width] = current;
+    c.meet(); /* nobody leaves while its numbers are read */
+}
+
+/* Blocks for a row: enough to hold it in registers, more while there are multiprocessors without work. */
+int cluster_size(const csa_context *context, int64_t rows, int64_t regions)
+{
+    int blocks = 1;
+    if (context->portable)
+        return 1;
+    while (blocks < MAX_CLUSTER &&
+           (regions > (int64_t)blocks * 8 * ROUND || (regions > (int64_t)blocks * ROUND && rows * blocks * 2 <= context->multiprocessors)))
+        blocks *= 2;
+    return blocks;
+}
+
+csa_status queue_select(const csa_context *context, const select_params &p, bool overlap, void *stream)
+{
+    int64_t rows = p.scores.shape[0], regions = p.scores.shape[1];
+    int blocks = cluster_size(context, rows, regions);
+    int64_t rounds = (regions + (int64_t)blocks * ROUND - 1) / ((int64_t)blocks * ROUND);
+    csa_launch l;
+    l.grid = dim3((unsigned)(rows * blocks));
+    l.block = dim3(THREADS);
+    l.stream = stream;
+    l.cluster = (unsigned)blocks;
+    l.overlap = overlap && !context->portable;
+    return csa_queue("select",
+                     rounds <= 1   ? select_kernel<1>
+                     : rounds <= 4 ? select_kernel<4>
+                     : rounds <= 8 ? select_kernel<8>
+                                   : select_kernel<0>,
+                     l, p, blocks);
+}
+
+bool aligned_rows(const csa_tensor &scores)
+{
+    return (uintptr_t)scores.data % 16 == 0 && (scores.shape[0] <= 1 || scores.stride[0] % 4 == 0);
+}
+
+} // namespace
+
+csa_status csa_cuda_load_select(void)
+{
+    csa_status status = csa_load("select", select_kernel<1>, 0);
+    if (status == CSA_OK)
+        status = csa_load("select", select_kernel<4>, 0);
+    if (status == CSA_OK)
+        status = csa_load("select", select_kernel<8>, 0);
+    return status == CSA_OK ? csa_load("select", select_kernel<0>, 0) : status;
+}
+
+csa_status csa_cuda_select(const csa_context *context, const csa_select_args *args)
+{
+    select_params p = {};
+    if (args->scores.shape[0] == 0)
+        return CSA_OK;
+    p.scores = args->scores;
+    p.current = args->current;
+    p.selected = args->selected;
+    p.aligned = aligned_rows(p.scores);
+    return queue_select(context, p, false, args->stream);
+}
+
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
+                                csa_span span, uint32_t *counters)
+{
+    select_params p = {};
+    if (span.count == 0)
+        return CSA_OK;
+    p.scores = args->scores;
+    p.selected = args->selected;
+    p.tokens = *tokens;
+    p.span = span;
+    p.from_tokens = true;
+    p.aligned = aligned_rows(p.scores);
+    p.counters = counters;
+    return queue_select(context, p, true, args->stream);
+}
