@@ -18,6 +18,7 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args);
 csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args);
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
+csa_status csa_cuda_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
 extern const csa_compat_stages csa_cuda_compat_stages;
 
