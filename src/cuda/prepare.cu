@@ -206,7 +206,7 @@ __device__ static void prepare_request_keys(const prepare_call &call, int64_t re
 }
 
 template <after_key after>
-static __global__ void __launch_bounds__(CSA_BLOCK_THREADS, after == NOTHING ? 3 : 1)
+static __global__ void __launch_bounds__(CSA_BLOCK_THREADS, after == NOTHING ? 3 : 2)
     prepare_kernel(const __grid_constant__ prepare_call call)
 {
     __shared__ float rows[CSA_BLOCK_WARPS][CSA_SUMMARY_SIZE];
