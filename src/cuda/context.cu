@@ -5,7 +5,6 @@
 #include "launch.h"
 #include "module.h"
 #include "stages.h"
-#include "../step.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -48,7 +47,7 @@ static const csa_stages stages = {
     csa_run_on_device<csa_cuda_attend, const csa_attend_args *>,
     csa_run_on_device<csa_cuda_gate, const csa_gate_args *>,
     csa_run_on_device<csa_cuda_step, const csa_plan *, const csa_step_args *>,
-    csa_host_layer, /* stage by stage, each of them above */
+    csa_run_on_device<csa_cuda_layer, const csa_plan *, const csa_layer_args *>,
     &csa_cuda_compat_stages,
 };
 

@@ -7,8 +7,9 @@
  * by the warp that writes it: outputs may be the inputs' views. Shared memory: a row of floats per warp, in
  * which rotated pairs meet.
  *
- * The same warps can go on to section 3: the one that prepares an index key then stores it in the ring, or
- * closes its region (csa_cuda_prepare_decode).
+ * Decode and verify can go on to section 3 in the same launch (csa_cuda_prepare_decode): the warp that prepares
+ * an index key then stores it in the ring, or closes its region; in verify a block has the index keys of a
+ * request.
  *
  * Bound by launch and latency in decode, by memory and conversions in prefill.
  * SPDX-License-Identifier: Apache-2.0
@@ -22,9 +23,7 @@ enum after_key { NOTHING, DECODE, VERIFY };
 
 struct prepare_call {
     csa_prepare_args args;
-    csa_tokens tokens;
-    csa_cache cache;
-    csa_tensor z; /* of what follows */
+    csa_summarize_call next; /* tokens and cache are both parts'; key is index_key_out */
 };
 
 /* One token, and the warp's row of shared memory. */
@@ -36,7 +35,7 @@ struct place {
 
 __device__ static place find_place(const prepare_call &call, int64_t token, float *row)
 {
-    int64_t position = csa_token_position(&call.tokens, token);
+    int64_t position = csa_token_position(&call.next.tokens, token);
     bool inside = csa_in_table(&call.args.index_rope, position) && csa_in_table(&call.args.rope, position);
     return {token, position, !inside, row};
 }
@@ -111,8 +110,8 @@ __device__ static void attention_head(const csa_prepare_args &a, const place &p,
 __device__ static void cache_half(const prepare_call &call, const place &p, int64_t group, int64_t offset,
                                   const float *scale, const float (&x)[CSA_HEAD_SIZE / 32])
 {
-    const csa_tensor *kv = &call.cache.kv;
-    char *row = (char *)csa_cache_row(&call.tokens, &call.cache, p.token, group);
+    const csa_tensor *kv = &call.next.cache.kv;
+    char *row = (char *)csa_cache_row(&call.next.tokens, &call.next.cache, p.token, group);
     if (!row)
         return;
     if (kv->dtype == CSA_BF16) {
@@ -139,7 +138,7 @@ __device__ static void key_head(const prepare_call &call, const place &p, int64_
     attention_head(a, p, csa_at(&a.key, p.token, group, 0), &a.key_norm, x);
     if (csa_present(&a.key_out))
         csa_store_head<CSA_HEAD_SIZE>(csa_at(&a.key_out, p.token, group, 0), x);
-    cache_half(call, p, group, 0, call.cache.k_scale, x);
+    cache_half(call, p, group, 0, call.next.cache.k_scale, x);
 }
 
 __device__ static void value_head(const prepare_call &call, const place &p, int64_t group)
@@ -151,7 +150,7 @@ __device__ static void value_head(const prepare_call &call, const place &p, int6
         csa_load_head<CSA_HEAD_SIZE>(csa_at(&a.value, p.token, group, 0), x);
     if (csa_present(&a.value_out))
         csa_store_head<CSA_HEAD_SIZE>(csa_at(&a.value_out, p.token, group, 0), x);
-    cache_half(call, p, group, CSA_HEAD_SIZE, call.cache.v_scale, x);
+    cache_half(call, p, group, CSA_HEAD_SIZE, call.next.cache.v_scale, x);
 }
 
 /* ---- Items -------------------------------------------------------------------------------------- */
@@ -163,10 +162,17 @@ CSA_INLINE int64_t heads_of_token(const csa_prepare_args &a)
     return groups * (heads + (csa_present(&a.query) ? a.query.shape[2] + 2 : 0));
 }
 
-/* Items that begin with an index key: tokens, or requests where the tokens of one are taken in order. */
-CSA_INLINE int64_t key_items(const prepare_call &call, after_key after)
+/* Blocks of index keys: a token per warp, or a request per block. They come first: most hangs on them. */
+CSA_INLINE int64_t key_blocks(const prepare_call &call, after_key after)
 {
-    return after == VERIFY ? csa_token_requests(&call.tokens) : call.args.index_query.shape[0];
+    int64_t tokens = call.args.index_query.shape[0];
+    return after == VERIFY ? tokens / call.next.tokens.query_len
+                           : (tokens + CSA_BLOCK_WARPS - 1) / CSA_BLOCK_WARPS;
+}
+
+CSA_INLINE int64_t head_blocks(const prepare_call &call)
+{
+    return (call.args.index_query.shape[0] * heads_of_token(call.args) + CSA_BLOCK_WARPS - 1) / CSA_BLOCK_WARPS;
 }
 
 __device__ static void prepare_head(const prepare_call &call, const place &p, int64_t head)
@@ -187,43 +193,49 @@ __device__ static void prepare_head(const prepare_call &call, const place &p, in
         value_head(call, p, head - queries - groups);
 }
 
-template <after_key after>
-__device__ static void prepare_key(const prepare_call &call, int64_t item, float *row)
+/* A request's tokens in order, as many at a time as a block has warps. */
+__device__ static void prepare_request_keys(const prepare_call &call, int64_t request, float *row)
 {
-    int64_t count = after == VERIFY ? call.tokens.query_len : 1, first = item * count;
-    csa_summarize_call next = {call.tokens, call.cache, call.args.index_key_out, call.z};
-    for (int64_t token = first; token < first + count; token++) {
-        index_key(call.args, find_place(call, token, row));
-        if (after != NOTHING) {
-            int64_t request = csa_token_owner(&call.tokens, token);
-            csa_summarize_token(next, csa_token_ring(&call.tokens, request), token, after == VERIFY);
+    int64_t count = call.next.tokens.query_len, first = request * count, end = first + count;
+    for (; first < end; first += CSA_BLOCK_WARPS) {
+        int64_t token = first + csa_warp();
+        if (token < end)
+            index_key(call.args, find_place(call, token, row));
+        csa_verify_tokens(call.next, request, first, end);
+    }
+}
+
+template <after_key after>
+static __global__ void __launch_bounds__(CSA_BLOCK_THREADS, after == NOTHING ? 3 : 2)
+    prepare_kernel(const __grid_constant__ prepare_call call)
+{
+    __shared__ float rows[CSA_BLOCK_WARPS][CSA_SUMMARY_SIZE];
+    int64_t tokens = call.args.index_query.shape[0], heads = heads_of_token(call.args);
+    int64_t keys = key_blocks(call, after), blocks = keys + head_blocks(call);
+    float *row = rows[csa_warp()];
+    for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+        int64_t item = (block < keys ? block : block - keys) * CSA_BLOCK_WARPS + csa_warp();
+        if (block >= keys) {
+            if (item < tokens * heads)
+                prepare_head(call, find_place(call, item / heads, row), item % heads);
+        } else if (after == VERIFY) {
+            prepare_request_keys(call, block, row);
+        } else if (item < tokens) {
+            index_key(call.args, find_place(call, item, row));
+            if (after == DECODE)
+                csa_summarize_token(call.next, item);
         }
     }
 }
 
 template <after_key after>
-static __global__ void __launch_bounds__(CSA_BLOCK_THREADS, 3)
-    prepare_kernel(const __grid_constant__ prepare_call call)
-{
-    __shared__ float rows[CSA_BLOCK_WARPS][CSA_SUMMARY_SIZE];
-    int64_t keys = key_items(call, after), heads = heads_of_token(call.args),
-            items = keys + call.args.index_query.shape[0] * heads;
-    float *row = rows[csa_warp()];
-    for (int64_t item = csa_first_warp_item(); item < items; item += csa_warp_items())
-        if (item < keys)
-            prepare_key<after>(call, item, row);
-        else
-            prepare_head(call, find_place(call, (item - keys) / heads, row), (item - keys) % heads);
-}
-
-template <after_key after>
 static csa_status queue(const char *name, const csa_prepare_args *args, const csa_tensor *z)
 {
-    prepare_call call = {*args, *args->tokens, {}, *z};
+    prepare_call call = {*args, {*args->tokens, {}, args->index_key_out, *z}};
     if (args->cache)
-        call.cache = *args->cache;
-    int64_t items = key_items(call, after) + args->index_query.shape[0] * heads_of_token(*args);
-    return csa_queue_items(name, prepare_kernel<after>, items, CSA_BLOCK_WARPS, args->stream, call);
+        call.next.cache = *args->cache;
+    return csa_queue_items(name, prepare_kernel<after>, key_blocks(call, after) + head_blocks(call), 1,
+                           args->stream, call);
 }
 
 csa_status csa_cuda_prepare(const csa_context *context, const csa_prepare_args *args)
@@ -233,7 +245,24 @@ csa_status csa_cuda_prepare(const csa_context *context, const csa_prepare_args *
     return queue<NOTHING>("prepare", args, &none);
 }
 
+csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare_args *prepare,
+                                   const csa_summarize_args *summarize)
+{
+    const csa_tokens *tokens = prepare->tokens;
+    if (tokens->query_len <= 1)
+        return queue<DECODE>("prepare and summarize_decode", prepare, &summarize->z);
+    int64_t count = prepare->index_query.shape[0];
+    bool even = count % tokens->query_len == 0 && count / tokens->query_len == csa_token_requests(tokens);
+    if (even && !csa_present(&tokens->query_start))
+        return queue<VERIFY>("prepare and summarize_verify", prepare, &summarize->z);
+    csa_status status = csa_cuda_prepare(context, prepare); /* requests of any length */
+    return status == CSA_OK ? csa_cuda_summarize_verify(context, summarize) : status;
+}
+
 csa_status csa_cuda_load_prepare(void)
 {
-    return csa_load("prepare", prepare_kernel<NOTHING>, 0);
+    csa_status status = csa_load("prepare", prepare_kernel<NOTHING>, 0);
+    if (status == CSA_OK)
+        status = csa_load("prepare and summarize_decode", prepare_kernel<DECODE>, 0);
+    return status == CSA_OK ? csa_load("prepare and summarize_verify", prepare_kernel<VERIFY>, 0) : status;
 }

@@ -18,6 +18,7 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args);
 csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args);
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
+csa_status csa_cuda_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
 extern const csa_compat_stages csa_cuda_compat_stages;
 
@@ -28,6 +29,11 @@ csa_status csa_cuda_load_select(void);
 csa_status csa_cuda_load_attend(void);
 csa_status csa_cuda_load_gate(void);
 csa_status csa_cuda_load_compat(void);
+
+/* csa_cuda_prepare, then csa_cuda_summarize_decode, or _verify if query_len is more than 1, in one launch where
+ * possible. Both describe the same tokens and cache; summarize's key is prepare's index_key_out. */
+csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare_args *prepare,
+                                   const csa_summarize_args *summarize);
 
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 

@@ -1,10 +1,10 @@
 /*
  * Section 3: the tail ring and the summaries of closed regions (device/summary.cuh).
  *
- * A warp has a token (decode, prefill) or a request, whose tokens it takes in order (verify). In prefill, runs
- * that begin before their first token in this step read rows of the ring which the step then overwrites:
- * closing runs is one launch, storing the tail the next. A run is found by the warp of its first token; other
- * warps have nothing to do, and no warp waits for another.
+ * A warp has a token; in verify a block has a request, a warp each of its tokens. In prefill, runs that begin
+ * before their first token in this step read rows of the ring which the step then overwrites: closing runs is
+ * one launch, storing the tail the next. A run is found by the warp of its first token; the other warps have
+ * nothing to do.
  *
  * Bound by latency in decode (a closing row: eight rows read at once, then eight dependent steps), by fp64
  * throughput and memory in prefill. SPDX-License-Identifier: Apache-2.0
@@ -25,10 +25,8 @@ static csa_summarize_call make_call(const csa_summarize_args *a)
 /* Token and request have one number, unless query_start or owners say that some requests have no token. */
 static __global__ void decode_kernel(const __grid_constant__ csa_summarize_call call)
 {
-    for (int64_t token = csa_first_warp_item(); token < call.key.shape[0]; token += csa_warp_items()) {
-        int64_t base = csa_token_ring(&call.tokens, csa_token_owner(&call.tokens, token));
-        csa_summarize_token(call, base, token, false);
-    }
+    for (int64_t token = csa_first_warp_item(); token < call.key.shape[0]; token += csa_warp_items())
+        csa_summarize_token(call, token);
 }
 
 csa_status csa_cuda_summarize_decode(const csa_context *context, const csa_summarize_args *args)
@@ -38,13 +36,14 @@ csa_status csa_cuda_summarize_decode(const csa_context *context, const csa_summa
                            make_call(args));
 }
 
-static __global__ void verify_kernel(const __grid_constant__ csa_summarize_call call, int64_t requests)
+static __global__ void __launch_bounds__(CSA_BLOCK_THREADS)
+    verify_kernel(const __grid_constant__ csa_summarize_call call, int64_t requests)
 {
-    for (int64_t request = csa_first_warp_item(); request < requests; request += csa_warp_items()) {
-        int64_t first, end, base = csa_token_ring(&call.tokens, request);
+    for (int64_t request = blockIdx.x; request < requests; request += gridDim.x) {
+        int64_t first, end;
         csa_token_range(&call.tokens, request, &first, &end);
-        for (int64_t token = first; token < end; token++)
-            csa_summarize_token(call, base, token, true);
+        for (; first < end; first += CSA_BLOCK_WARPS)
+            csa_verify_tokens(call, request, first, end);
     }
 }
 
@@ -52,8 +51,8 @@ csa_status csa_cuda_summarize_verify(const csa_context *context, const csa_summa
 {
     (void)context;
     int64_t requests = csa_token_requests(args->tokens);
-    return csa_queue_items("summarize_verify", verify_kernel, requests, CSA_BLOCK_WARPS, args->stream,
-                           make_call(args), requests);
+    return csa_queue_items("summarize_verify", verify_kernel, requests, 1, args->stream, make_call(args),
+                           requests);
 }
 
 /* ---- Prefill ------------------------------------------------------------------------------------ */
@@ -80,8 +79,11 @@ __device__ static void close_run(const csa_summarize_call &call, int64_t token, 
     if (!summary || offset < 0 || offset >= CSA_REGION || last < 0 || last >= call.key.shape[0])
         return;
     csa_region_rows rows = {csa_token_ring(&call.tokens, csa_token_owner(&call.tokens, token)),
-                            csa_token_position(&call.tokens, last) - (CSA_REGION - 1), offset,
-                            run + CSA_RUN_TOKENS, 0};
+                            csa_token_position(&call.tokens, last) - (CSA_REGION - 1),
+                            offset,
+                            run + CSA_RUN_TOKENS,
+                            0,
+                            0};
     csa_summarize_region(call, rows, summary);
 }
 

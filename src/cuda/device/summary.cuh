@@ -95,29 +95,48 @@ __device__ inline void csa_finish_summary(const csa_softmax *s, uint8_t *summary
 
 /* ---- A region's rows ---------------------------------------------------------------------------- */
 
-/* Where the rows of a closed region are: the first `ring` in the ring, the others are tokens of the call. */
+/* Where the rows of a closed region are. */
 struct csa_region_rows {
     int64_t base, first; /* ring of the request, position of the region's first token */
-    int64_t ring;
-    const int64_t *run; /* token numbers by offset; NULL: `token` alone, the last */
-    int64_t token;
+    int64_t ring;        /* so many of the first rows must have a place in the ring */
+    const int64_t *run;  /* prefill: rows from `ring` on are these tokens, by offset. NULL: */
+    int64_t since, last; /* tokens of the call that stand for their ring rows: they may not be stored yet */
 };
 
-/* Finds row i. False: it is left out of the softmax. Numbers of a run come from memory: outside the call they
- * count as absent. */
+/* Rows of prefill: numbers of a run come from memory, outside the call they count as absent. */
+__device__ inline int64_t csa_run_token(const csa_summarize_call &call, const csa_region_rows &rows, int i)
+{
+    int64_t token = rows.run[i];
+    return token < call.key.shape[0] ? token : -1;
+}
+
+/* Rows of decode and verify: -1 where the ring has the row. */
+__device__ inline int64_t csa_late_token(const csa_summarize_call &call, const csa_region_rows &rows, int i)
+{
+    for (int64_t token = rows.last; token >= rows.since; token--)
+        if (csa_token_active(&call.tokens, token) && csa_token_position(&call.tokens, token) == rows.first + i)
+            return token;
+    return -1;
+}
+
+/* Finds row i. False: it is left out of the softmax. */
 __device__ inline bool csa_find_row(const csa_summarize_call &call, const csa_region_rows &rows, int i,
                                     const uint16_t **key, const uint16_t **z)
 {
-    if (i < rows.ring) {
-        *key = (const uint16_t *)csa_ring_row(&call.cache, rows.base, rows.first + i);
-        *z = *key + CSA_SUMMARY_SIZE;
+    int64_t token = -1;
+    if (!rows.run)
+        token = csa_late_token(call, rows, i);
+    else if (i >= rows.ring)
+        token = csa_run_token(call, rows, i);
+    if (token >= 0) {
+        *key = (const uint16_t *)csa_at(&call.key, token, 0, 0);
+        *z = (const uint16_t *)csa_at(&call.z, token, 0, 0);
         return true;
     }
-    int64_t token = rows.run ? rows.run[i] : rows.token;
-    if (token < 0 || token >= call.key.shape[0])
+    if (i >= rows.ring)
         return false;
-    *key = (const uint16_t *)csa_at(&call.key, token, 0, 0);
-    *z = (const uint16_t *)csa_at(&call.z, token, 0, 0);
+    *key = (const uint16_t *)csa_ring_row(&call.cache, rows.base, rows.first + i);
+    *z = *key + CSA_SUMMARY_SIZE;
     return true;
 }
 
@@ -170,23 +189,49 @@ __device__ inline void csa_store_ring(const csa_summarize_call &call, int64_t ba
     csa_store_pairs<CSA_SUMMARY_SIZE>(row + CSA_SUMMARY_SIZE, pairs);
 }
 
-/* One token of a request with a ring at `base`. Decode takes a closing row from the call and does not store it;
- * verify stores every row and takes all eight from the ring. */
-__device__ inline void csa_summarize_token(const csa_summarize_call &call, int64_t base, int64_t token,
-                                           bool verify)
+__device__ inline bool csa_closes_region(int64_t position)
+{
+    return position % CSA_REGION == CSA_REGION - 1;
+}
+
+/* Summarises the region that an active token closes. The first `ring` rows need a place in the ring. */
+__device__ inline void csa_close_region(const csa_summarize_call &call, int64_t base, int64_t ring,
+                                        int64_t since, int64_t token)
+{
+    int64_t position = csa_token_position(&call.tokens, token), slot = csa_i64(&call.tokens.slots, token);
+    csa_region_rows rows = {base, position - (CSA_REGION - 1), ring, NULL, since, token};
+    csa_summarize_region(call, rows, csa_summary_of_slot(&call.cache, slot / CSA_REGION));
+}
+
+/* Decode, by a warp: a closing row is taken from the call and not stored. */
+__device__ inline void csa_summarize_token(const csa_summarize_call &call, int64_t token)
 {
     if (!csa_token_active(&call.tokens, token))
         return;
     int64_t position = csa_token_position(&call.tokens, token);
-    bool closes = position % CSA_REGION == CSA_REGION - 1;
-    if (verify || !closes)
+    int64_t base = csa_token_ring(&call.tokens, csa_token_owner(&call.tokens, token));
+    if (csa_closes_region(position))
+        csa_close_region(call, base, CSA_REGION - 1, token, token);
+    else
         csa_store_ring(call, base, position, token);
-    if (!closes)
-        return;
-    csa_region_rows rows = {base, position - (CSA_REGION - 1), verify ? CSA_REGION : CSA_REGION - 1, NULL,
-                            token};
-    csa_summarize_region(call, rows,
-                         csa_summary_of_slot(&call.cache, csa_i64(&call.tokens.slots, token) / CSA_REGION));
+}
+
+/* Verify, by a block: tokens [first, end) of a request, at most one per warp, all of whose keys are written. In
+ * the text each row is stored and a closing row then replays the ring; here the rows of this step are read
+ * where they came from, before any is stored: a later one may take the place of one that is still to be read.
+ */
+__device__ inline void csa_verify_tokens(const csa_summarize_call &call, int64_t request, int64_t first,
+                                         int64_t end)
+{
+    int64_t token = first + csa_warp(), base = csa_token_ring(&call.tokens, request);
+    bool active = token < end && csa_token_active(&call.tokens, token);
+    int64_t position = active ? csa_token_position(&call.tokens, token) : -1;
+    __syncthreads(); /* keys, and rows that were stored before */
+    if (active && csa_closes_region(position))
+        csa_close_region(call, base, CSA_REGION, first, token);
+    __syncthreads();
+    if (active)
+        csa_store_ring(call, base, position, token);
 }
 
 #endif
