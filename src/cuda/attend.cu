@@ -25,9 +25,8 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "../numeric.h"
-#include "../tokens.h"
 #include "device/instructions.cuh"
-#include "device/load.cuh"
+#include "device/views.cuh"
 #include "launch.h"
 #include "stages.h"
 
@@ -50,14 +49,16 @@ enum {
 };
 
 struct attend_params {
-    csa_tokens tokens;
-    csa_tensor active, positions; /* of rows; ndim 0: they follow from the tokens */
-    csa_tensor kv, query, selected, gate, out, lse;
-    const float *k_scale, *v_scale;
-    csa_span span;
+    token_source tokens;
+    block_map map;
+    view active, positions;               /* of rows; absent: they follow from the tokens */
+    view query, selected, gate, out, lse; /* of the span's tokens and rows */
+    const uint8_t *kv;
+    int64_t block_step, group_step, row_step;
+    const float *k_scale, *v_scale; /* NULL: 1 */
+    uint32_t first, groups, heads, columns;
     float scale;
     int block_shift; /* regions of a block */
-    int64_t block_bytes, row_bytes;
     bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
     bool query_aligned;
     int pieces;         /* of the longest row, where each has clusters of its own; else 0 */
@@ -121,13 +122,13 @@ __device__ __forceinline__ void join(partial &a, const partial &b)
 /* ---- Loading ------------------------------------------------------------------------------------ */
 
 /* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
-__device__ uint32_t resolve_entry(const attend_params &p, int64_t region, int64_t owner, int64_t position)
+__device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region, int64_t position)
 {
     int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
-    if (region < 0 || last < 0)
+    if (region < 0 || last < 0 || region >> p.block_shift >= p.map.columns)
         return 0;
-    int64_t block = csa_mapped_block(&p.tokens.block_table, owner, region >> p.block_shift, p.kv.shape[0]);
-    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1), seen = last < CSA_REGION ? (uint32_t)last + 1 : CSA_REGION;
+    int block = p.map.block(blocks, (uint32_t)(region >> p.block_shift));
+    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1), seen = (uint32_t)min(last + 1, (int64_t)CSA_REGION);
     return block < 0 ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
 }
 
@@ -140,7 +141,9 @@ __device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t
     for (int i = threadIdx.x % 32; i < CSA_REGION * CHUNKS; i += 32) {
         int row = i / CHUNKS, chunk = i % CHUNKS;
         *(uint4 *)(to + row * PITCH + chunk * 16) =
-            row < seen ? load_16(from + row * row_bytes + chunk * 16, aligned) : make_uint4(0, 0, 0, 0);
+            row >= seen ? make_uint4(0, 0, 0, 0)
+            : aligned   ? load_16<true>(from + row * row_bytes + chunk * 16)
+                        : load_16<false>(from + row * row_bytes + chunk * 16);
     }
 }
 
@@ -153,11 +156,11 @@ __device__ void load_unit(const attend_params &p, unsigned char *stage, const ui
 #pragma unroll
     for (int r = 2 * warp; r < 2 * warp + 2; r++) {
         uint32_t entry = entries[r], physical = entry >> 4;
-        const uint8_t *from = group_kv + (int64_t)(physical >> p.block_shift) * p.block_bytes +
-                              (int64_t)(physical & ((1U << p.block_shift) - 1)) * CSA_REGION * p.row_bytes;
+        const uint8_t *from = group_kv + (physical >> p.block_shift) * p.block_step +
+                              (physical & ((1U << p.block_shift) - 1)) * CSA_REGION * p.row_step;
         unsigned char *region = stage + r * CSA_REGION * PITCH;
         if ((entry & 15) != CSA_REGION || !p.kv_packed) {
-            load_region_slowly<FP8>(region, from, p.row_bytes, p.kv_aligned, (int)(entry & 15));
+            load_region_slowly<FP8>(region, from, p.row_step, p.kv_aligned, (int)(entry & 15));
             continue;
         }
         uint32_t to = shared_address(region) + (uint32_t)lane * 16;
@@ -174,7 +177,8 @@ template <bool FP8> struct queries {
     uint32_t a[12][4]; /* per step of the inner index */
     float factor[2];   /* heads g and g + 8 */
 
-    __device__ void load(const attend_params &p, int64_t token, int64_t group)
+    /* of a token's group at `q` */
+    __device__ void load(const attend_params &p, const uint8_t *q)
     {
         int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float scale = p.scale * 1.44269504F; /* logits in base 2 */
@@ -182,15 +186,13 @@ template <bool FP8> struct queries {
             scale *= *p.k_scale;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int head = g + 8 * half;
-            bool real = head < p.query.shape[2];
-            const uint8_t *q = (const uint8_t *)csa_at(&p.query, token, group, real ? head : 0);
-            uint32_t words[24];
-#pragma unroll
-            for (int i = 0; i < 6; i++) { /* 8 values each, where keys give 16 bytes: 8 bf16 or 16 codes */
-                int first = FP8 ? i / 2 * 64 + t * 16 + i % 2 * 8 : i * 32 + t * 8;
-                uint4 v = real ? load_16(q + 2 * first, p.query_aligned) : make_uint4(0, 0, 0, 0);
-                words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+            uint32_t head = g + 8 * half, words[24] = {};
+            if (head < p.heads) {
+                const uint8_t *from = q + head * p.query.step[2];
+                if (p.query_aligned)
+                    load_words<true>(from, t, words);
+                else
+                    load_words<false>(from, t, words);
             }
             factor[half] = FP8 ? scale * to_f16(words) : scale;
 #pragma unroll
@@ -198,6 +200,16 @@ template <bool FP8> struct queries {
                 a[step][half] = words[2 * step];
                 a[step][half + 2] = words[2 * step + 1];
             }
+        }
+    }
+
+    /* Eight values six times, where keys give 16 bytes: 8 bf16 or 16 codes. */
+    template <bool ALIGNED> __device__ static void load_words(const uint8_t *from, int t, uint32_t (&words)[24])
+    {
+#pragma unroll
+        for (int i = 0; i < 6; i++) {
+            uint4 v = load_16<ALIGNED>(from + 2 * (FP8 ? i / 2 * 64 + t * 16 + i % 2 * 8 : i * 32 + t * 8));
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
         }
     }
 
@@ -430,35 +442,47 @@ template <int BLOCKS> __device__ void join_blocks(const part_result &left, int r
     result = parts[0];
 }
 
+/* What a row's result is multiplied by at the end, for the thread's head. */
+struct finish {
+    float v_scale, gate; /* gate: 1 where there is none */
+
+    __device__ void load(const attend_params &p, uint32_t token, uint32_t group)
+    {
+        uint32_t head = threadIdx.x / 8;
+        v_scale = p.v_scale ? *p.v_scale : 1.0F;
+        gate = p.gate && head < p.heads ? csa_gate_factor(*((const uint16_t *)p.gate.at(token, group) + head)) : 1.0F;
+    }
+};
+
 template <int BLOCKS>
-__device__ void write_row(const attend_params &p, int64_t token, int64_t group, int rank, const slice<BLOCKS> &result)
+__device__ void write_row(const attend_params &p, uint32_t token, uint32_t group, int rank, const finish &f,
+                          const slice<BLOCKS> &result)
 {
-    int head = slice<BLOCKS>::head();
-    if (head >= p.query.shape[2])
+    uint32_t head = slice<BLOCKS>::head();
+    if (head >= p.heads)
         return;
-    uint16_t *out = (uint16_t *)csa_at(&p.out, token, group, head);
-    bool gated = csa_present(&p.gate), empty = result.l == 0.0F;
-    float factor = gated ? csa_gate_factor(*(const uint16_t *)csa_at(&p.gate, token, group, head)) : 1.0F;
-    float v_scale = p.v_scale ? *p.v_scale : 1.0F;
+    uint16_t *out = (uint16_t *)p.out.at(token, group, head);
+    bool empty = result.l == 0.0F;
+    float factor = empty ? 0.0F : 1.0F / result.l * f.v_scale;
 #pragma unroll
     for (int i = 0; i < slice<BLOCKS>::EACH; i++) {
-        uint16_t value = empty ? 0 : csa_float_to_bf16(result.o[i] / result.l * v_scale);
-        if (gated && !empty)
-            value = csa_float_to_bf16(csa_bf16_to_float(value) * factor);
-        out[slice<BLOCKS>::value(rank, i)] = value;
+        float value = __uint_as_float(pack_bf16(0.0F, result.o[i] * factor)); /* rounded */
+        if (p.gate)
+            value = __uint_as_float(pack_bf16(0.0F, value * f.gate));
+        out[slice<BLOCKS>::value(rank, i)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
     }
-    if (csa_present(&p.lse) && rank == 0 && threadIdx.x % 8 == 0)
-        *(float *)csa_at(&p.lse, token, group, head) =
+    if (p.lse && rank == 0 && threadIdx.x % 8 == 0)
+        *((float *)p.lse.at(token, group) + head) =
             empty ? -INFINITY : (result.m + log2f(result.l)) * 0.693147181F;
 }
 
 /* Leaves a piece's slice in the workspace; the last of the row's pieces joins all of them into `result`. */
 template <int BLOCKS>
-__device__ bool join_pieces(const attend_params &p, int64_t row, int piece, int pieces, int rank, bool &last,
+__device__ bool join_pieces(const attend_params &p, uint32_t row, int piece, int pieces, int rank, bool &last,
                             slice<BLOCKS> &result)
 {
     constexpr int EACH = slice<BLOCKS>::EACH;
-    float *records = p.records + row * p.pieces * CSA_RECORD_FLOATS;
+    float *records = p.records + (int64_t)row * p.pieces * CSA_RECORD_FLOATS;
     int head = slice<BLOCKS>::head(), sums = HEADS * SIZE + rank * 2 * HEADS;
     float *record = records + piece * CSA_RECORD_FLOATS;
 #pragma unroll
@@ -476,17 +500,21 @@ __device__ bool join_pieces(const attend_params &p, int64_t row, int piece, int 
     if (!last)
         return false;
     __threadfence();
-    constexpr int AT_ONCE = BLOCKS >= 4 ? 8 : 2; /* loads that do not wait for each other */
+    constexpr int AT_ONCE = BLOCKS >= 4 ? 4 : 1; /* loads that do not wait for each other */
+    const float *first_sum = records + sums + head, *first_value = records + head * SIZE + slice<BLOCKS>::value(rank, 0);
+#pragma unroll 1
     for (int first = 0; first < pieces; first += AT_ONCE) {
         slice<BLOCKS> next[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            record = records + min(first + i, pieces - 1) * CSA_RECORD_FLOATS;
-            next[i].m = __ldcg(&record[sums + head]);
-            next[i].l = __ldcg(&record[sums + HEADS + head]);
+            int offset = (first + i) * CSA_RECORD_FLOATS;
+            if (first + i >= pieces)
+                continue;
+            next[i].m = __ldcg(first_sum + offset);
+            next[i].l = __ldcg(first_sum + offset + HEADS);
 #pragma unroll
             for (int k = 0; k < EACH; k++)
-                next[i].o[k] = __ldcg(&record[head * SIZE + slice<BLOCKS>::value(rank, k)]);
+                next[i].o[k] = __ldcg(first_value + offset + k * 8);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
@@ -515,36 +543,67 @@ template <int COUNT, int LEVEL = 0> __device__ __forceinline__ void join_units(p
     }
 }
 
+/* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used and may
+ * be loaded again afterwards. */
+template <int BLOCKS>
+__device__ void join_piece(part_result &left, const partial &own, int rank, bool first, slice<BLOCKS> &result)
+{
+    int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
+            left.m[g + 8 * half] = own.m[half];
+            left.l[g + 8 * half] = own.l[half];
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int k = 0; k < 2; k++)
+                left.o[g + 8 * half][warp * SLICE + value_of(tile, k)] = own.o[tile][2 * half + k];
+    }
+    cluster_sync<BLOCKS>();
+    slice<BLOCKS> piece;
+    join_blocks<BLOCKS>(left, rank, piece);
+    if (first)
+        result = piece;
+    else
+        result.join(piece.m, piece.l, piece.o);
+    cluster_sync<BLOCKS>();
+}
+
 template <bool FP8, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, 2) attend_kernel(attend_params p)
+__global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constant__ attend_params p)
 {
     constexpr int OWN_UNITS = UNITS / BLOCKS, OWN_ENTRIES = OWN_UNITS * UNIT;
     extern __shared__ __align__(16) unsigned char shared[];
     shared_state<FP8, BLOCKS> &s = *(shared_state<FP8, BLOCKS> *)shared;
-    int rank = blockIdx.x % BLOCKS, clusters = p.pieces > 0 ? p.pieces : 1, first_piece = blockIdx.x / BLOCKS % clusters;
-    int64_t row = blockIdx.x / BLOCKS / clusters, groups = p.query.shape[1], group = row % groups;
-    int64_t token = row / groups, step_token = p.span.first + token;
+    uint32_t rank = blockIdx.x % BLOCKS, clusters = p.pieces > 0 ? p.pieces : 1, cluster = blockIdx.x / BLOCKS;
+    uint32_t row = cluster / clusters, first_piece = cluster % clusters, token = row / p.groups, group = row % p.groups;
     start_kernel_behind();
 
-    bool given = csa_present(&p.positions);
-    bool active = given ? csa_bool(&p.active, row) : csa_token_active(&p.tokens, step_token);
-    int64_t position = !active ? -1 : given ? csa_i64(&p.positions, row) : csa_token_position(&p.tokens, step_token);
-    int64_t columns = p.selected.shape[1], live = position < 0 ? 0 : position / CSA_REGION + 1;
-    int entries = (int)(live < columns ? live : columns), pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
+    token_place place = p.tokens.place(p.first + token);
+    if (p.positions)
+        place.position = *p.active.at(row) ? *(const int64_t *)p.positions.at(row) : -1;
+    int64_t live = place.position < 0 ? 0 : place.position / CSA_REGION + 1;
+    int entries = (int)min(live, (int64_t)p.columns), pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
     if (first_piece >= pieces)
         return;
     queries<FP8> q;
-    q.load(p, token, group);
-    int64_t owner = csa_token_owner(&p.tokens, step_token);
+    finish f;
+    q.load(p, p.query.at(token, group));
+    f.load(p, token, group);
     int own_pieces = p.pieces > 0 ? 1 : pieces, total = own_pieces * OWN_UNITS;
-    const int64_t *list = (const int64_t *)csa_at(&p.selected, row, columns - entries, 0);
+    const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - entries);
+    const int32_t *blocks = p.map.row(place.owner);
+    const uint8_t *group_kv = p.kv + group * p.group_step;
     wait_for_kernel_ahead();
+#pragma unroll 1
     for (int i = threadIdx.x; i < own_pieces * OWN_ENTRIES; i += THREADS) {
         int at = (first_piece + i / OWN_ENTRIES) * CSA_PIECE + rank * OWN_ENTRIES + i % OWN_ENTRIES;
-        s.entries[i] = at < entries ? resolve_entry(p, list[at], owner, position) : 0;
+        s.entries[i] = at < entries ? resolve_entry(p, blocks, list[at], place.position) : 0;
     }
     __syncthreads();
-    const uint8_t *group_kv = (const uint8_t *)csa_at(&p.kv, 0, group, 0);
+#pragma unroll 1
     for (int i = 0; i < 2; i++) {
         if (i < total)
             load_unit<FP8>(p, s.stage[i], s.entries + i * UNIT, group_kv);
@@ -559,41 +618,15 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(attend_params p)
         attend_unit<FP8, BLOCKS>(s, stage, s.entries + i * UNIT, q, unit_result);
         __syncthreads(); /* the stage has been used */
         join_units<OWN_UNITS>(waiting, unit_result, i % OWN_UNITS);
-        if (i % OWN_UNITS != OWN_UNITS - 1) {
-            if (i + 2 < total)
-                load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
-            copies_commit();
-            continue;
-        }
-        part_result &left = *(part_result *)stage;
-        int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
-                left.m[g + 8 * half] = unit_result.m[half];
-                left.l[g + 8 * half] = unit_result.l[half];
-            }
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int k = 0; k < 2; k++)
-                    left.o[g + 8 * half][warp * SLICE + value_of(tile, k)] = unit_result.o[tile][2 * half + k];
-        }
-        cluster_sync<BLOCKS>();
-        slice<BLOCKS> piece;
-        join_blocks<BLOCKS>(left, rank, piece);
-        if (i < OWN_UNITS)
-            result = piece;
-        else
-            result.join(piece.m, piece.l, piece.o);
-        cluster_sync<BLOCKS>(); /* the stage may be loaded again */
+        if (i % OWN_UNITS == OWN_UNITS - 1)
+            join_piece<BLOCKS>(*(part_result *)stage, unit_result, rank, i < OWN_UNITS, result);
         if (i + 2 < total)
             load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
         copies_commit();
     }
     if (p.pieces > 0 && pieces > 1 && !join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
         return;
-    write_row<BLOCKS>(p, token, group, rank, result);
+    write_row<BLOCKS>(p, token, group, rank, f, result);
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
@@ -643,14 +676,13 @@ int cluster_size(const csa_context *context, int64_t items)
     return best;
 }
 
-csa_status queue_attend(const csa_context *context, attend_params &p, int64_t split_rows, bool overlap, void *stream)
+csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t split_rows,
+                        bool overlap, void *stream)
 {
-    int64_t rows = p.query.shape[0] * p.query.shape[1], columns = p.selected.shape[1];
-    bool fp8 = p.kv.dtype != CSA_BF16;
-    int64_t whole_pieces = (columns + CSA_PIECE - 2) / CSA_PIECE; /* the current region alone is no work */
+    int64_t whole_pieces = max(1U, (p.columns + CSA_PIECE - 2) / CSA_PIECE); /* the current region alone is no work */
     if (rows <= split_rows)
-        p.pieces = (int)((columns + CSA_PIECE - 1) / CSA_PIECE);
-    int blocks = cluster_size(context, p.pieces > 0 ? rows * (whole_pieces > 0 ? whole_pieces : 1) : rows);
+        p.pieces = (int)((p.columns + CSA_PIECE - 1) / CSA_PIECE);
+    int blocks = cluster_size(context, p.pieces > 0 ? rows * whole_pieces : rows);
     variant v = fp8 ? find_variant<true>(blocks) : find_variant<false>(blocks);
     csa_launch l;
     l.grid = dim3((unsigned)(rows * (p.pieces > 0 ? p.pieces : 1) * blocks));
@@ -682,38 +714,45 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
     attend_params p = {};
     if (span.count == 0)
         return CSA_OK;
-    p.tokens = *args->tokens;
+    const csa_tensor &kv = args->cache->kv;
+    p.tokens = csa_token_source(*args->tokens);
+    p.map = csa_block_map(args->tokens->block_table, kv.shape[0]);
     if (args->rows) {
-        p.active = args->rows->active;
-        p.positions = args->rows->positions;
+        p.active = csa_view(args->rows->active);
+        p.positions = csa_view(args->rows->positions);
     }
-    p.kv = args->cache->kv;
-    p.query = args->query;
-    p.selected = args->selected;
-    p.gate = args->gate;
-    p.out = args->out;
-    p.lse = args->lse;
-    if (p.kv.dtype != CSA_BF16) {
+    p.query = csa_view(args->query);
+    p.selected = csa_view(args->selected);
+    p.gate = csa_view(args->gate);
+    p.out = csa_view(args->out);
+    p.lse = csa_view(args->lse);
+    p.kv = (const uint8_t *)kv.data;
+    p.block_step = csa_view(kv).step[0];
+    p.group_step = csa_view(kv).step[1];
+    p.row_step = csa_view(kv).step[2];
+    if (kv.dtype != CSA_BF16) {
         p.k_scale = args->cache->k_scale;
         p.v_scale = args->cache->v_scale;
     }
-    p.span = span;
+    p.first = (uint32_t)span.first;
+    p.groups = (uint32_t)args->query.shape[1];
+    p.heads = (uint32_t)args->query.shape[2];
+    p.columns = (uint32_t)args->selected.shape[1];
     p.scale = args->scale;
-    while ((CSA_REGION << p.block_shift) < p.kv.shape[2])
+    while ((CSA_REGION << p.block_shift) < kv.shape[2])
         p.block_shift++;
-    p.block_bytes = p.kv.stride[0] * csa_itemsize(p.kv.dtype);
-    p.row_bytes = p.kv.stride[2] * csa_itemsize(p.kv.dtype);
-    p.kv_aligned = csa_aligned(&p.kv);
-    p.kv_packed = p.kv_aligned && p.kv.stride[2] == CSA_KV_SIZE;
-    p.query_aligned = csa_aligned(&p.query);
+    p.kv_aligned = csa_aligned(&kv);
+    p.kv_packed = p.kv_aligned && kv.stride[2] == CSA_KV_SIZE;
+    p.query_aligned = csa_aligned(&args->query);
     if (scratch) {
         p.counters = scratch->counters;
         p.records = scratch->records;
     }
-    if (p.kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
+    if (kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
-                             (long long)p.kv.shape[0]);
-    return queue_attend(context, p, scratch ? split_rows : 0, scratch != nullptr, args->stream);
+                             (long long)kv.shape[0]);
+    int64_t rows = args->query.shape[0] * args->query.shape[1];
+    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, scratch ? split_rows : 0, scratch != nullptr, args->stream);
 }
 
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)

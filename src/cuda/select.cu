@@ -18,8 +18,8 @@
  * are read again in each pass.
  * SPDX-License-Identifier: Apache-2.0
  */
-#include "../tokens.h"
 #include "device/instructions.cuh"
+#include "device/views.cuh"
 #include "launch.h"
 #include "stages.h"
 
@@ -37,12 +37,13 @@ enum {
 };
 
 struct select_params {
-    csa_tensor scores, current, selected;
-    csa_tokens tokens; /* a step: current regions follow from the tokens of the span */
-    csa_span span;
+    view scores, current, selected;
+    token_source tokens; /* a step: current regions follow from the tokens of the span */
+    uint32_t first, groups;
     bool from_tokens, aligned;
+    int regions, width; /* of the scores; most historical regions of a row */
     uint32_t *counters; /* of the parts of so many rows, cleared */
-    int64_t split_rows;
+    uint32_t split_rows;
 };
 
 /* ---- Keys --------------------------------------------------------------------------------------- */
@@ -426,41 +427,41 @@ __device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUND
 }
 
 /* Everything is chosen: padding, then 0..current. */
-__device__ void write_all(int64_t *entries, int64_t width, int64_t current)
+__device__ void write_all(int64_t *entries, int width, int current)
 {
-    int64_t padding = width - current; /* current = -1: the whole row */
-    for (int64_t i = threadIdx.x; i <= width; i += THREADS)
+    int padding = width - current; /* current = -1: the whole row */
+#pragma unroll 1
+    for (int i = threadIdx.x; i <= width; i += THREADS)
         entries[i] = i < padding ? -1 : i - padding;
 }
 
-template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(select_params p, int blocks)
+template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ select_params p, int blocks)
 {
     __shared__ shared_state s;
-    int64_t row = blockIdx.x / blocks, width = p.selected.shape[1] - 1, regions = p.scores.shape[1], current;
+    uint32_t row = blockIdx.x / blocks;
     cluster c = {blocks, (int)(blockIdx.x % blocks)};
+    int64_t region;
     start_kernel_behind();
     if (p.from_tokens) {
-        int64_t token = p.span.first + row / (p.scores.shape[0] / p.span.count);
-        bool active = csa_token_active(&p.tokens, token);
-        current = active ? csa_token_position(&p.tokens, token) / CSA_REGION : 0;
+        region = max(p.tokens.place(p.first + row / p.groups).position, (int64_t)0) / CSA_REGION;
         wait_for_kernel_ahead();
     } else {
-        current = csa_i64(&p.current, row);
+        region = *(const int64_t *)p.current.at(row);
     }
-    current = current >= regions ? regions - 1 : current < 0 ? -1 : current;
+    int width = p.width, current = (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1);
     if (row < p.split_rows && c.rank == 0 && threadIdx.x < CSA_RECORD_RANKS)
         p.counters[row * CSA_RECORD_RANKS + threadIdx.x] = 0;
-    int64_t *entries = (int64_t *)csa_at(&p.selected, row, 0, 0);
+    int64_t *entries = (int64_t *)p.selected.at(row);
     if (current <= width) {
         if (c.rank == 0)
             write_all(entries, width, current);
         return;
     }
     keys<ROUNDS> k;
-    int each = (int)((current + blocks - 1) / blocks + 3) / 4 * 4;
-    k.p.scores = (const float *)csa_at(&p.scores, row, 0, 0);
-    k.p.first = (int)min((int64_t)each * c.rank, current);
-    k.p.end = (int)min((int64_t)each * (c.rank + 1), current);
+    int each = ((current + blocks - 1) / blocks + 3) / 4 * 4;
+    k.p.scores = (const float *)p.scores.at(row);
+    k.p.first = min(each * c.rank, current);
+    k.p.end = min(k.p.first + each, current);
     k.p.aligned = p.aligned;
     k.load();
     find_threshold(s, c, k, (uint32_t)width);
@@ -482,9 +483,9 @@ int cluster_size(const csa_context *context, int64_t rows, int64_t regions)
     return blocks;
 }
 
-csa_status queue_select(const csa_context *context, const select_params &p, bool overlap, void *stream)
+csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap, void *stream)
 {
-    int64_t rows = p.scores.shape[0], regions = p.scores.shape[1];
+    int64_t regions = p.regions;
     int blocks = cluster_size(context, rows, regions);
     int64_t rounds = (regions + (int64_t)blocks * ROUND - 1) / ((int64_t)blocks * ROUND);
     csa_launch l;
@@ -501,11 +502,6 @@ csa_status queue_select(const csa_context *context, const select_params &p, bool
                      l, p, blocks);
 }
 
-bool aligned_rows(const csa_tensor &scores)
-{
-    return (uintptr_t)scores.data % 16 == 0 && (scores.shape[0] <= 1 || scores.stride[0] % 4 == 0);
-}
-
 } // namespace
 
 csa_status csa_cuda_load_select(void)
@@ -518,31 +514,41 @@ csa_status csa_cuda_load_select(void)
     return status == CSA_OK ? csa_load("select", select_kernel<0>, 0) : status;
 }
 
+static csa_status fill_params(select_params &p, const csa_select_args *args)
+{
+    if (args->scores.shape[1] > INT32_MAX - ROUND)
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most 2^31 - %d are supported",
+                             (long long)args->scores.shape[1], ROUND + 1);
+    p.scores = csa_view(args->scores);
+    p.selected = csa_view(args->selected);
+    p.aligned = csa_aligned(&args->scores);
+    p.regions = (int)args->scores.shape[1];
+    p.width = (int)args->selected.shape[1] - 1;
+    return CSA_OK;
+}
+
 csa_status csa_cuda_select(const csa_context *context, const csa_select_args *args)
 {
     select_params p = {};
-    if (args->scores.shape[0] == 0)
-        return CSA_OK;
-    p.scores = args->scores;
-    p.current = args->current;
-    p.selected = args->selected;
-    p.aligned = aligned_rows(p.scores);
-    return queue_select(context, p, false, args->stream);
+    csa_status status = fill_params(p, args);
+    if (status != CSA_OK || args->scores.shape[0] == 0)
+        return status;
+    p.current = csa_view(args->current);
+    return queue_select(context, p, args->scores.shape[0], false, args->stream);
 }
 
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
                                 csa_span span, uint32_t *counters, int64_t split_rows)
 {
     select_params p = {};
-    if (span.count == 0)
-        return CSA_OK;
-    p.scores = args->scores;
-    p.selected = args->selected;
-    p.tokens = *tokens;
-    p.span = span;
+    csa_status status = fill_params(p, args);
+    if (status != CSA_OK || span.count == 0)
+        return status;
+    p.tokens = csa_token_source(*tokens);
+    p.first = (uint32_t)span.first;
+    p.groups = (uint32_t)(args->scores.shape[0] / span.count);
     p.from_tokens = true;
-    p.aligned = aligned_rows(p.scores);
     p.counters = counters;
-    p.split_rows = split_rows;
-    return queue_select(context, p, true, args->stream);
+    p.split_rows = (uint32_t)split_rows;
+    return queue_select(context, p, args->scores.shape[0], true, args->stream);
 }
