@@ -31,7 +31,7 @@ static size_t record_bytes(const csa_step_shape *shape)
 
 int64_t csa_split_rows(const csa_step_shape *shape)
 {
-    size_t fitting = shape->limit / 8 / (counter_bytes() + record_bytes(shape));
+    size_t fitting = shape->limit / 4 / (counter_bytes() + record_bytes(shape));
     return !shape->cuda ? 0 : fitting < CSA_SPLIT_ROWS ? (int64_t)fitting : CSA_SPLIT_ROWS;
 }
 

@@ -40,7 +40,7 @@ int64_t csa_chunk_tokens(const csa_step_shape *shape);
  */
 enum {
     CSA_PIECE = 64,      /* list entries */
-    CSA_SPLIT_ROWS = 24, /* at most; more rows keep a device busy whole */
+    CSA_SPLIT_ROWS = 256, /* at most; more rows keep a device busy whole */
     CSA_RECORD_RANKS = 8,
     CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
 };

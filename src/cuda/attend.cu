@@ -15,8 +15,7 @@
  * regions; one stage loads while the other is worked on. Q.K: heads are the product's rows (16, padded), a warp does
  * its own two regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory. P.V: a warp
  * does 48 of the 192 values over all 64 tokens. Rows in shared memory lie 16 bytes apart from a multiple of 128, and
- * tokens are numbered within the products so that no load conflicts; pairs of tokens that a product wants side by
- * side are interleaved in registers. Three meetings of the block a unit.
+ * tokens are numbered within the products so that no load conflicts. Three meetings of the block a unit.
  *
  * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest value
  * by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
@@ -177,57 +176,54 @@ template <bool FP8> struct queries {
     uint32_t a[12][4]; /* per step of the inner index */
     float factor[2];   /* heads g and g + 8 */
 
-    /* of a token's group at `q` */
-    __device__ void load(const attend_params &p, const uint8_t *q)
+    /* Starts loading a token's group at `from`: keys give 16 bytes at a time, 8 bf16 or 16 codes. */
+    template <bool ALIGNED> __device__ void load(const attend_params &p, const uint8_t *from)
     {
-        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t head = g + 8 * half;
+            const uint8_t *q = from + head * p.query.step[2] + (FP8 ? t * 32 : t * 16);
+#pragma unroll
+            for (int i = 0; i < 6; i++) {
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (head < p.heads)
+                    v = load_16<ALIGNED>(q + (FP8 ? i / 2 * 128 + i % 2 * 16 : i * 64));
+                a[2 * i][half] = v.x, a[2 * i][half + 2] = v.y;
+                a[2 * i + 1][half] = v.z, a[2 * i + 1][half + 2] = v.w;
+            }
+        }
+    }
+
+    __device__ void finish_load(const attend_params &p)
+    {
         float scale = p.scale * 1.44269504F; /* logits in base 2 */
         if (FP8 && p.k_scale)
             scale *= *p.k_scale;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t head = g + 8 * half, words[24] = {};
-            if (head < p.heads) {
-                const uint8_t *from = q + head * p.query.step[2];
-                if (p.query_aligned)
-                    load_words<true>(from, t, words);
-                else
-                    load_words<false>(from, t, words);
-            }
-            factor[half] = FP8 ? scale * to_f16(words) : scale;
-#pragma unroll
-            for (int step = 0; step < 12; step++) {
-                a[step][half] = words[2 * step];
-                a[step][half + 2] = words[2 * step + 1];
-            }
-        }
+        for (int half = 0; half < 2; half++)
+            factor[half] = FP8 ? scale * to_f16(half) : scale;
     }
 
-    /* Eight values six times, where keys give 16 bytes: 8 bf16 or 16 codes. */
-    template <bool ALIGNED> __device__ static void load_words(const uint8_t *from, int t, uint32_t (&words)[24])
-    {
-#pragma unroll
-        for (int i = 0; i < 6; i++) {
-            uint4 v = load_16<ALIGNED>(from + 2 * (FP8 ? i / 2 * 64 + t * 16 + i % 2 * 8 : i * 32 + t * 8));
-            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
-        }
-    }
-
-    /* Turns bf16 pairs into f16 pairs times a power of two; returns the inverse of that power. */
-    __device__ static float to_f16(uint32_t (&words)[24])
+    /* Turns a head's bf16 pairs into f16 pairs times a power of two; returns the inverse of that power. */
+    __device__ float to_f16(int half)
     {
         float most = 0.0F;
 #pragma unroll
-        for (int i = 0; i < 24; i++)
-            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i] << 16)), fabsf(__uint_as_float(words[i] & 0xFFFF0000))));
+        for (int i = 0; i < 24; i++) {
+            uint32_t pair = a[i / 2][half + i % 2 * 2];
+            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(pair << 16)), fabsf(__uint_as_float(pair & 0xFFFF0000))));
+        }
         most = fmaxf(most, __shfl_xor_sync(~0U, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0U, most, 2));
         int exponent = (int)(__float_as_uint(most) >> 23) - 127; /* most is in [2^exponent, 2^(exponent + 1)) */
         int shift = exponent == 128 ? 0 : max(-100, min(100, 14 - exponent));
         float up = __uint_as_float((uint32_t)(127 + shift) << 23);
 #pragma unroll
-        for (int i = 0; i < 24; i++)
-            words[i] = pack_f16(__uint_as_float(words[i] << 16) * up, __uint_as_float(words[i] & 0xFFFF0000) * up);
+        for (int i = 0; i < 24; i++) {
+            uint32_t &pair = a[i / 2][half + i % 2 * 2];
+            pair = pack_f16(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xFFFF0000) * up);
+        }
         return __uint_as_float((uint32_t)(127 - shift) << 23);
     }
 };
@@ -288,43 +284,48 @@ __device__ __forceinline__ float lanes_sum(float x)
     return x + __shfl_xor_sync(~0U, x, 2);
 }
 
-/* A pair of values of two tokens, interleaved: {first.low, second.low}, {first.high, second.high}. */
-__device__ __forceinline__ void pair_up(uint32_t first, uint32_t second, uint32_t &low, uint32_t &high)
+/* Operand b of the products of a warp's slice over 16 tokens, whose rows start at `rows`.
+ *
+ * bf16: tile i has values 8i to 8i + 7. e4m3, whose bytes no instruction transposes: tiles 0 to 3 have value
+ * 4 * column + tile, tiles 4 and 5 have 32 + 2 * column + (tile - 4); lanes load what they need of two tokens and
+ * interleave it. */
+template <bool FP8> __device__ __forceinline__ void load_values(const unsigned char *rows, uint32_t (&b)[TILES][2])
 {
-    low = __byte_perm(first, second, 0x5410);
-    high = __byte_perm(first, second, 0x7632);
-}
-
-/* Operand b of the products over 16 tokens: values 4g..4g+3 of the warp's slice in tiles 0 to 3, values 32 + 2g and
- * 33 + 2g in tiles 4 and 5; `half` says which of the two regions. */
-template <bool FP8> __device__ __forceinline__ void load_values(const unsigned char *row, uint32_t (&b)[TILES][2], int half)
-{
-    constexpr int PITCH = layout<FP8>::PITCH, BYTES = FP8 ? 1 : 2;
-    int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
-    const unsigned char *wide = row + (SIZE + warp * SLICE + 4 * g) * BYTES;
-    const unsigned char *narrow = row + (SIZE + warp * SLICE + 32 + 2 * g) * BYTES;
+    constexpr int PITCH = layout<FP8>::PITCH;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     if (FP8) {
-        uint32_t first = *(const uint32_t *)wide, second = *(const uint32_t *)(wide + PITCH);
-        uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
-        b[0][half] = e4m3x2_to_f16x2(low);
-        b[1][half] = e4m3x2_to_f16x2(low >> 16);
-        b[2][half] = e4m3x2_to_f16x2(high);
-        b[3][half] = e4m3x2_to_f16x2(high >> 16);
-        low = __byte_perm(*(const uint16_t *)narrow, *(const uint16_t *)(narrow + PITCH), 0x5140);
-        b[4][half] = e4m3x2_to_f16x2(low);
-        b[5][half] = e4m3x2_to_f16x2(low >> 16);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const unsigned char *row = rows + (8 * half + 2 * t) * PITCH + SIZE + warp * SLICE;
+            const unsigned char *wide = row + 4 * g, *narrow = row + 32 + 2 * g;
+            uint32_t first = *(const uint32_t *)wide, second = *(const uint32_t *)(wide + PITCH);
+            uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
+            b[0][half] = e4m3x2_to_f16x2(low);
+            b[1][half] = e4m3x2_to_f16x2(low >> 16);
+            b[2][half] = e4m3x2_to_f16x2(high);
+            b[3][half] = e4m3x2_to_f16x2(high >> 16);
+            low = __byte_perm(*(const uint16_t *)narrow, *(const uint16_t *)(narrow + PITCH), 0x5140);
+            b[4][half] = e4m3x2_to_f16x2(low);
+            b[5][half] = e4m3x2_to_f16x2(low >> 16);
+        }
     } else {
-        uint2 first = *(const uint2 *)wide, second = *(const uint2 *)(wide + PITCH);
-        pair_up(first.x, second.x, b[0][half], b[1][half]);
-        pair_up(first.y, second.y, b[2][half], b[3][half]);
-        pair_up(*(const uint32_t *)narrow, *(const uint32_t *)(narrow + PITCH), b[4][half], b[5][half]);
+        uint32_t row = shared_address(rows) + (uint32_t)(lane % 16 * PITCH + 2 * (SIZE + warp * SLICE) + lane / 16 * 16);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile += 2) {
+            uint32_t m[4];
+            load_transposed_4(m, row + 16 * tile);
+            b[tile][0] = m[0], b[tile][1] = m[1];
+            b[tile + 1][0] = m[2], b[tile + 1][1] = m[3];
+        }
     }
 }
 
 /* Which of the slice's values a lane's column i of a tile is. */
-__device__ __forceinline__ int value_of(int tile, int i)
+template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
 {
     int t = threadIdx.x % 4;
+    if (!FP8)
+        return 8 * tile + 2 * t + i;
     return tile < 4 ? 8 * t + 4 * i + tile : 32 + 4 * t + 2 * i + (tile - 4);
 }
 
@@ -389,9 +390,7 @@ __device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *s
 #pragma unroll
         for (int i = 0; i < 4; i++)
             a[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
-        const unsigned char *row = stage + (16 * step + 2 * t) * layout<FP8>::PITCH;
-        load_values<FP8>(row, b, 0);
-        load_values<FP8>(row + 8 * layout<FP8>::PITCH, b, 1);
+        load_values<FP8>(stage + 16 * step * layout<FP8>::PITCH, b);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             multiply<FP8>(result.o[tile], a, b[tile][0], b[tile][1]);
@@ -444,13 +443,14 @@ template <int BLOCKS> __device__ void join_blocks(const part_result &left, int r
 
 /* What a row's result is multiplied by at the end, for the thread's head. */
 struct finish {
-    float v_scale, gate; /* gate: 1 where there is none */
+    float v_scale;
+    uint16_t gate;
 
     __device__ void load(const attend_params &p, uint32_t token, uint32_t group)
     {
         uint32_t head = threadIdx.x / 8;
         v_scale = p.v_scale ? *p.v_scale : 1.0F;
-        gate = p.gate && head < p.heads ? csa_gate_factor(*((const uint16_t *)p.gate.at(token, group) + head)) : 1.0F;
+        gate = p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(token, group) + head) : 0;
     }
 };
 
@@ -463,12 +463,12 @@ __device__ void write_row(const attend_params &p, uint32_t token, uint32_t group
         return;
     uint16_t *out = (uint16_t *)p.out.at(token, group, head);
     bool empty = result.l == 0.0F;
-    float factor = empty ? 0.0F : 1.0F / result.l * f.v_scale;
+    float factor = empty ? 0.0F : 1.0F / result.l * f.v_scale, gate = p.gate ? csa_gate_factor(f.gate) : 1.0F;
 #pragma unroll
     for (int i = 0; i < slice<BLOCKS>::EACH; i++) {
         float value = __uint_as_float(pack_bf16(0.0F, result.o[i] * factor)); /* rounded */
         if (p.gate)
-            value = __uint_as_float(pack_bf16(0.0F, value * f.gate));
+            value = __uint_as_float(pack_bf16(0.0F, value * gate));
         out[slice<BLOCKS>::value(rank, i)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
     }
     if (p.lse && rank == 0 && threadIdx.x % 8 == 0)
@@ -500,7 +500,7 @@ __device__ bool join_pieces(const attend_params &p, uint32_t row, int piece, int
     if (!last)
         return false;
     __threadfence();
-    constexpr int AT_ONCE = BLOCKS >= 4 ? 4 : 1; /* loads that do not wait for each other */
+    constexpr int AT_ONCE = BLOCKS >= 4 ? 4 : 2; /* loads that do not wait for each other */
     const float *first_sum = records + sums + head, *first_value = records + head * SIZE + slice<BLOCKS>::value(rank, 0);
 #pragma unroll 1
     for (int first = 0; first < pieces; first += AT_ONCE) {
@@ -545,7 +545,7 @@ template <int COUNT, int LEVEL = 0> __device__ __forceinline__ void join_units(p
 
 /* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used and may
  * be loaded again afterwards. */
-template <int BLOCKS>
+template <bool FP8, int BLOCKS>
 __device__ void join_piece(part_result &left, const partial &own, int rank, bool first, slice<BLOCKS> &result)
 {
     int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
@@ -559,7 +559,7 @@ __device__ void join_piece(part_result &left, const partial &own, int rank, bool
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int k = 0; k < 2; k++)
-                left.o[g + 8 * half][warp * SLICE + value_of(tile, k)] = own.o[tile][2 * half + k];
+                left.o[g + 8 * half][warp * SLICE + value_of<FP8>(tile, k)] = own.o[tile][2 * half + k];
     }
     cluster_sync<BLOCKS>();
     slice<BLOCKS> piece;
@@ -581,6 +581,13 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     uint32_t row = cluster / clusters, first_piece = cluster % clusters, token = row / p.groups, group = row % p.groups;
     start_kernel_behind();
 
+    queries<FP8> q;
+    finish f;
+    if (p.query_aligned)
+        q.template load<true>(p, p.query.at(token, group));
+    else
+        q.template load<false>(p, p.query.at(token, group));
+    f.load(p, token, group);
     token_place place = p.tokens.place(p.first + token);
     if (p.positions)
         place.position = *p.active.at(row) ? *(const int64_t *)p.positions.at(row) : -1;
@@ -588,10 +595,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     int entries = (int)min(live, (int64_t)p.columns), pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
     if (first_piece >= pieces)
         return;
-    queries<FP8> q;
-    finish f;
-    q.load(p, p.query.at(token, group));
-    f.load(p, token, group);
     int own_pieces = p.pieces > 0 ? 1 : pieces, total = own_pieces * OWN_UNITS;
     const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - entries);
     const int32_t *blocks = p.map.row(place.owner);
@@ -609,6 +612,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
             load_unit<FP8>(p, s.stage[i], s.entries + i * UNIT, group_kv);
         copies_commit();
     }
+    q.finish_load(p);
 
     slice<BLOCKS> result;
     partial waiting[3], unit_result;
@@ -619,7 +623,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
         __syncthreads(); /* the stage has been used */
         join_units<OWN_UNITS>(waiting, unit_result, i % OWN_UNITS);
         if (i % OWN_UNITS == OWN_UNITS - 1)
-            join_piece<BLOCKS>(*(part_result *)stage, unit_result, rank, i < OWN_UNITS, result);
+            join_piece<FP8, BLOCKS>(*(part_result *)stage, unit_result, rank, i < OWN_UNITS, result);
         if (i + 2 < total)
             load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
         copies_commit();
@@ -657,18 +661,17 @@ template <bool FP8> variant find_variant(int blocks)
  * do not cross its partitions, so that larger ones leave some of it idle. */
 const int CLUSTERS_AT_ONCE[] = {264, 132, 62, 30};
 
-/* Blocks per cluster so that `items` clusters, of which each block can do 1/blocks in the time of one, are done
- * soonest. Larger clusters meet more often: they must win by a tenth. */
+/* Blocks per cluster so that `items` pieces or rows are done soonest. A cluster's time is counted in units of work: its
+ * share of a piece, one to begin and, if blocks have to meet, one for that. */
 int cluster_size(const csa_context *context, int64_t items)
 {
     int best = 1;
-    double best_time = 1e30;
+    int64_t best_time = INT64_MAX;
     for (int blocks = 1, i = 0; blocks <= (context->portable ? 1 : 8); blocks *= 2, i++) {
         int64_t at_once = CLUSTERS_AT_ONCE[i] * (int64_t)context->multiprocessors / 132;
-        if (at_once < 1)
-            at_once = 1;
-        double time = (double)((items + at_once - 1) / at_once) / blocks;
-        if (time < 0.9 * best_time) {
+        int64_t waves = (items + at_once - 1) / (at_once > 0 ? at_once : 1);
+        int64_t time = waves * (UNITS / blocks + 1 + (blocks > 1));
+        if (time < best_time) {
             best_time = time;
             best = blocks;
         }

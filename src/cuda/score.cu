@@ -86,7 +86,7 @@ __device__ int window_count(const score_params &p, uint32_t window)
     return (int)min(p.count - window * p.window, p.window);
 }
 
-__device__ uint32_t tiles_of(uint32_t regions)
+__host__ __device__ uint32_t tiles_of(uint32_t regions)
 {
     return (regions + TILE - 1) / TILE;
 }
@@ -294,20 +294,18 @@ __device__ void score_tile(const score_params &p, const batch<PACKS> &b, const i
     }
 }
 
-/* Does a row of the run have a weight past the fourth head? All threads get the answer. */
-__device__ bool has_further_heads(const score_params &p, uint32_t token, int tokens)
+/* Has one of the thread's rows of a run a weight past the fourth head? */
+__device__ bool has_further_heads(const score_params &p, uint32_t token, int rows)
 {
-    int further = 0;
-    if (p.heads <= 4)
-        return false;
+    bool further = false;
 #pragma unroll 1
-    for (uint32_t row = threadIdx.x; row < (uint32_t)tokens * p.groups; row += THREADS) {
+    for (uint32_t row = threadIdx.x; row < (uint32_t)rows && p.heads > 4; row += THREADS) {
         const float *weights = (const float *)p.weights.at(token + row / p.groups, row % p.groups);
 #pragma unroll 4
         for (uint32_t head = 4; head < p.heads; head++)
             further |= weights[head] != 0.0F;
     }
-    return __syncthreads_or(further) != 0;
+    return further;
 }
 
 /* The part [from, to) of a run's tiles, for all its rows. */
@@ -316,16 +314,16 @@ __device__ void score_run(const score_params &p, batch<PACKS> &b, const window_t
                           uint32_t regions, uint32_t token, uint32_t from, uint32_t to)
 {
     int rows = (end - start) * (int)p.groups, quad_shift = 0;
-    if (has_further_heads(p, token, end - start))
-        quad_shift = p.heads > 8 ? 2 : 1;
-    int batch_rows = PACKS * 4 >> quad_shift;
     const int32_t *row = p.map.row(w.owner[start]);
-    for (int first = 0; first < rows; first += batch_rows) {
-        int here = min(rows - first, batch_rows), packs = (here + 3) / 4 << quad_shift, block[4], next[4];
+    for (int first = 0, here; first < rows; first += here) {
+        int block[4], next[4];
         uint32_t tile = from + threadIdx.x / 32;
         find_blocks(p, row, tile, tile < to ? regions : 0, block);
-        find_rows(p, b, w, start, token, first, here);
-        __syncthreads();
+        find_rows(p, b, w, start, token, first, min(rows - first, PACKS * 4));
+        if (__syncthreads_or(first == 0 && has_further_heads(p, token, rows)))
+            quad_shift = p.heads > 8 ? 2 : 1;
+        here = min(rows - first, PACKS * 4 >> quad_shift);
+        int packs = (here + 3) / 4 << quad_shift;
         fill_batch<ALIGNED>(p, b, packs, quad_shift);
         __syncthreads();
         for (; tile < to; tile += WARPS) {
@@ -355,7 +353,13 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3) score_kernel(const
         return;
     uint32_t windows = (p.count + p.window - 1) / p.window;
     for (uint32_t base = 0; base < windows; base += LIST) {
-        make_list(list, base + threadIdx.x < windows ? window_tiles(p, base + threadIdx.x) : 0);
+        if (windows > 1) {
+            make_list(list, base + threadIdx.x < windows ? window_tiles(p, base + threadIdx.x) : 0);
+        } else { /* all threads find the same */
+            list[threadIdx.x + 1] = window_tiles(p, 0);
+            list[0] = 0;
+            __syncthreads();
+        }
         uint32_t total = list[LIST], at = (uint32_t)((uint64_t)total * blockIdx.x / gridDim.x),
                  end = (uint32_t)((uint64_t)total * (blockIdx.x + 1) / gridDim.x);
         while (at < end) {
@@ -398,7 +402,9 @@ csa_status queue_score(const csa_context *context, score_params &p, bool aligned
     bool few = aligned && (rows + 3) / 4 * ((p.heads + 3) / 4) <= 2;
     csa_launch l;
     p.window = window_size(p, mixed, few ? 2 : 4);
-    l.grid = dim3((unsigned)(context->multiprocessors * (few ? 3 : 2)));
+    uint64_t tiles = ((uint64_t)p.count + p.window - 1) / p.window * tiles_of(p.regions);
+    uint64_t blocks = (uint64_t)context->multiprocessors * (few ? 3 : 2), work = p.metadata ? blocks : tiles;
+    l.grid = dim3((unsigned)(work < blocks ? work : blocks));
     l.block = dim3(THREADS);
     l.stream = stream;
     l.shared = few ? sizeof(batch<2>) : sizeof(batch<4>);

@@ -38,6 +38,16 @@ static __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* Two 8x8 matrices of 16-bit values, transposed: lanes 0-7 name the rows of the first, 8-15 of the second; four with
+ * all lanes. A lane gets row 2t, 2t+1 of column g: operand b of the products above. */
+static __device__ __forceinline__ void load_transposed_4(uint32_t (&m)[4], uint32_t row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row)
+                 : "memory");
+}
+
 /* ---- Conversions -------------------------------------------------------------------------------- */
 
 /* Two e4m3 codes (the low 16 bits) as two f16 values, exactly; NaN stays NaN. */

@@ -95,16 +95,16 @@ struct token_source {
         return owner >= 0 && owner < requests ? (int)owner : -1;
     }
 
+    /* Loads do not wait for each other, except for an owner's length. */
     __device__ token_place place(uint32_t token) const
     {
+        int64_t slot = slots ? *(const int64_t *)(slots + token * slot_step) : 0;
+        int64_t position = positions ? *(const int64_t *)(positions + token * position_step) : -1;
         token_place p = {-1, owner_of(token)};
-        if (slots && *(const int64_t *)(slots + token * slot_step) < 0)
-            return p;
-        if (positions)
-            p.position = *(const int64_t *)(positions + token * position_step);
-        else if (p.owner >= 0)
-            p.position = (int64_t)*(const int32_t *)(seq_lens + p.owner * length_step) - start_of(p.owner + 1) + token;
-        p.position = p.position < 0 ? -1 : p.position;
+        if (!positions && p.owner >= 0)
+            position = (int64_t)*(const int32_t *)(seq_lens + p.owner * length_step) - start_of(p.owner + 1) + token;
+        if (slot >= 0 && position >= 0)
+            p.position = position;
         return p;
     }
 };
