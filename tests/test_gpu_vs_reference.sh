@@ -105,7 +105,7 @@ grep -Eq 'axes +256 .* 2560\.0 +20\.0 +128\.00 ' "$work/out" || die "a row of an
 run 0 --csa "$work/csa" --phases prefill
 if grep -q farthest "$work/out"; then die "prefill has a floor"; fi
 run 1 --csa "$work/csa" --kit "$work/kit" --phases axes --budget 0
-says 'no time was left'
+says 'not run: batch 256, context 131072, 1 groups of 16 heads, topk 512, bf16, 1 tokens: csa'
 run 2 --phases nothing
 run 2 --kit "$work/nowhere"
 printf '#!/bin/sh\necho "csa bench: no GPU" >&2\nexit 3\n' >"$work/csa"

@@ -1,7 +1,7 @@
 /*
- * What `csa bench` needs of a GPU: memory, random values, a clock, its limits. The command links no CUDA library:
- * this is the table of libcsa_bench_cuda.so (cuda/), which is opened when the cuda back end is asked for.
- * SPDX-License-Identifier: Apache-2.0
+ * What `csa bench` needs of a GPU: memory, random values, a clock, its limits. The command links no CUDA
+ * library: this is the table of libcsa_bench_cuda.so (cuda/), which is opened when the cuda back end is asked
+ * for. SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_TOOL_BENCH_DEVICE_H
 #define CSA_TOOL_BENCH_DEVICE_H
@@ -22,8 +22,8 @@ typedef enum bench_fill {
 /* One device, one stream. Nothing is returned of errors: after the first one calls do nothing, and error() says
  * what it was. */
 typedef struct bench_device {
-    size_t size;                 /* sizeof(bench_device): both are of one build */
-    const char *(*error)(void);  /* NULL: none so far */
+    size_t size;                /* sizeof(bench_device): both are of one build */
+    const char *(*error)(void); /* NULL: none so far */
     /* Chooses device 0; its name and the bytes of its L2 cache. */
     void (*open)(char *name, size_t capacity, size_t *cache);
     uint64_t (*available)(void); /* bytes that can be allocated */

@@ -23,12 +23,13 @@ typedef struct bench_memory {
     char *base;                 /* NULL while counting */
     char *host;                 /* what the host writes: base, or a device's ids, which come first */
     uint64_t ids;               /* bytes from the beginning to the end of the last ids */
-    uint64_t bytes; /* sticks at UINT64_MAX */
+    uint64_t bytes;             /* sticks at UINT64_MAX */
     bench_piece pieces[BENCH_PIECES];
     int count;
 } bench_memory;
 
-/* A piece of n0 * n1 elements of `size` bytes; NULL while counting. Ids are the host's to write, and come first. */
+/* A piece of n0 * n1 elements of `size` bytes; NULL while counting. Ids are the host's to write, and come
+ * first. */
 void *bench_take(bench_memory *memory, bench_fill fill, size_t size, int64_t n0, int64_t n1);
 
 /* Where the library finds ids. */

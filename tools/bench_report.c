@@ -42,8 +42,7 @@ static void print_limits(const bench_limits *l)
         printf("limits    ");
     printf("memory %.1f GB/s, cache %.1f GB/s, regions of 6144 bytes %.1f GB/s, of 3072 "
            "bytes %.1f GB/s,\n          ",
-           l->stream / 1e9, l->cache / 1e9, l->gather[0] / 1e9,
-           l->gather[1] / 1e9);
+           l->stream / 1e9, l->cache / 1e9, l->gather[0] / 1e9, l->gather[1] / 1e9);
     if (l->bf16 > 0)
         printf("bf16 dot products %.0f GFLOP/s%s", l->bf16 / 1e9, l->fp32 > 0 ? ", " : "");
     if (l->fp32 > 0)

@@ -6,7 +6,8 @@
 
 #include <cstdio>
 
-namespace {
+namespace
+{
 
 enum : size_t {
     FLUSH_BYTES = (size_t)256 << 20, /* several times any L2 cache */
@@ -132,8 +133,8 @@ cudaStream_t device_stream()
 
 extern "C" CSA_API const bench_device *csa_bench_device()
 {
-    static const bench_device device = {sizeof device, error,   open,    available, allocate,
-                                        release,       device_fill,     copy_in, clear,
-                                        stream_of_device, begin, end,    replay,    device_limits};
+    static const bench_device device = {sizeof device, error,       open,    available,    allocate,
+                                        release,       device_fill, copy_in, clear,        stream_of_device,
+                                        begin,         end,         replay,  device_limits};
     return &device;
 }

@@ -1,17 +1,17 @@
 /*
- * What a GPU can do at most: reading memory in one stream, again and again from L2, in regions from all over it,
- * and products of matrices.
- * SPDX-License-Identifier: Apache-2.0
+ * What a GPU can do at most: reading memory in one stream, again and again from L2, in regions from all over
+ * it, and products of matrices. SPDX-License-Identifier: Apache-2.0
  */
 #include "device.h"
 
 #include <cstdlib>
 
-namespace {
+namespace
+{
 
 enum {
-    PASSES = 10,   /* the best one counts */
-    REPEATS = 20,  /* of a read that stays within L2 */
+    PASSES = 10,  /* the best one counts */
+    REPEATS = 20, /* of a read that stays within L2 */
     THREADS = 512,
     REGIONS = 262144 /* of a gather */
 };
