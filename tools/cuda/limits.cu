@@ -10,8 +10,8 @@ namespace
 {
 
 enum {
-    PASSES = 10,  /* the best one counts */
-    REPEATS = 20, /* of a read that stays within L2 */
+    PASSES = 10,   /* the best one counts */
+    REPEATS = 200, /* of a read that stays within L2 */
     THREADS = 512,
     REGIONS = 262144 /* of a gather */
 };
@@ -23,20 +23,22 @@ __device__ void keep(uint32_t sum, uint32_t *out)
         *out = sum;
 }
 
-__global__ void read_stream(const uint4 *from, size_t count, uint32_t *out)
+/* Past L1 (__ldcg), which would hold what is read again. */
+__global__ void read_stream(const uint4 *from, size_t count, int repeats, uint32_t *out)
 {
     enum { AHEAD = 4 };
-    size_t step = (size_t)gridDim.x * blockDim.x, i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    size_t step = (size_t)gridDim.x * blockDim.x, first = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     uint32_t sum = 0;
-    for (; i + (AHEAD - 1) * step < count; i += AHEAD * step) {
-        uint4 v[AHEAD];
+    for (; repeats > 0; repeats--)
+        for (size_t i = first; i < count; i += AHEAD * step) {
+            uint4 v[AHEAD];
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-            v[k] = __ldg(from + i + k * step);
+            for (int k = 0; k < AHEAD; k++)
+                v[k] = i + k * step < count ? __ldcg(from + i + k * step) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-            sum += v[k].x ^ v[k].w;
-    }
+            for (int k = 0; k < AHEAD; k++)
+                sum += v[k].x ^ v[k].w;
+        }
     keep(sum, out);
 }
 
@@ -57,7 +59,7 @@ template <int BYTES> __global__ void read_regions(const uint4 *from, size_t of, 
         uint4 v[EACH];
 #pragma unroll
         for (int k = 0; k < EACH; k++)
-            v[k] = __ldg(region + k * 32);
+            v[k] = __ldcg(region + k * 32);
 #pragma unroll
         for (int k = 0; k < EACH; k++)
             sum += v[k].x ^ v[k].w;
@@ -114,7 +116,6 @@ struct device {
     size_t bytes;
     uint32_t *out;
     int multiprocessors;
-    size_t cache;
 };
 
 double stream_rate(const device &d, size_t bytes, int repeats)
@@ -122,8 +123,7 @@ double stream_rate(const device &d, size_t bytes, int repeats)
     double rate = 0;
     for (int blocks = 2; blocks <= 4; blocks *= 2) {
         double seconds = best([&](cudaStream_t s) {
-            for (int i = 0; i < repeats; i++)
-                read_stream<<<d.multiprocessors * blocks, THREADS, 0, s>>>(d.memory, bytes / 16, d.out);
+            read_stream<<<d.multiprocessors * blocks, THREADS, 0, s>>>(d.memory, bytes / 16, repeats, d.out);
         });
         rate = (double)bytes * repeats / seconds > rate ? (double)bytes * repeats / seconds : rate;
     }
