@@ -1,22 +1,23 @@
 /*
  * What `csa bench` needs of a GPU: memory, random values, a clock, its limits. The command links no CUDA
- * library: this is the table of libcsa_bench_cuda.so (cuda/), which is opened when the cuda back end is asked
- * for. SPDX-License-Identifier: Apache-2.0
+ * library: this is the table of libcsa_bench_cuda.so (cuda/), opened when the cuda back end is asked for.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_TOOL_BENCH_DEVICE_H
 #define CSA_TOOL_BENCH_DEVICE_H
 
 #include "bench_limits.h"
 
+/* What memory is filled with. On a device, normal numbers take the place of even ones. */
 typedef enum bench_fill {
-    BENCH_EMPTY, /* written by others */
-    BENCH_IDS,   /* written by the host */
-    /*                  host                     device */
-    BENCH_BF16,    /* +-[0.5, 2)               normal */
-    BENCH_E4M3,    /* the same                 normal */
-    BENCH_TOPICS,  /* the same, e4m3           normal, each row's plus twice what 64 rows share */
-    BENCH_WEIGHTS, /* fp32 in [0.5, 1)         the same */
-    BENCH_SIGNED   /* the same                 normal, fp32 */
+    BENCH_EMPTY,   /* nothing: written by others */
+    BENCH_IDS,     /* nothing: written by the host */
+    BENCH_BF16,    /* +-[0.5, 2) */
+    BENCH_E4M3,    /* the same */
+    BENCH_TOPICS,  /* the same; on a device two thirds of a row are what 64 rows share */
+    BENCH_WEIGHTS, /* fp32 in [0.5, 1), on a device too */
+    BENCH_SIGNED   /* fp32 in [0.5, 1) */
 } bench_fill;
 
 /* One device, one stream. Nothing is returned of errors: after the first one calls do nothing, and error() says

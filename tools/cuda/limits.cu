@@ -1,13 +1,11 @@
 /*
  * What a GPU can do at most: reading memory in one stream, again and again from L2, in regions from all over
- * it, and products of matrices. SPDX-License-Identifier: Apache-2.0
+ * it, and products of matrices.
+ * SPDX-License-Identifier: Apache-2.0
  */
 #include "device.h"
 
-#include <cstdlib>
-
-namespace
-{
+namespace {
 
 enum {
     PASSES = 10,   /* the best one counts */
