@@ -67,7 +67,8 @@
  * - Outputs must not overlap inputs or one another, unless a call says so; that is the caller's duty. What an
  *   output view does not cover (gaps between strides) is never written. Two active tokens with one slot or
  *   one ring row: which of them is stored is unspecified.
- * - No call allocates or prints. Creating contexts, planning and warming up may allocate.
+ * - No call allocates or prints. Creating contexts, planning and warming up may allocate, and on cuda contexts
+ *   with `check` every call.
  * - A context is immutable after creation: threads may share it, each call with a workspace and outputs of
  *   its own, if the injected `parallel_for` (or OpenMP) may be entered by several threads at once. Calls that
  *   write the same cache, or share a workspace, must be ordered by the caller.
@@ -127,7 +128,7 @@ typedef enum csa_status {
     CSA_ERROR_UNSUPPORTED = 2, /* meaningful, but not here: a size or a back end that is not supported */
     CSA_ERROR_WORKSPACE = 3,   /* the workspace is smaller than the call needs */
     CSA_ERROR_ID = 4,          /* checking mode: an id, length or position is out of range or contradictory */
-    CSA_ERROR_MEMORY = 5,      /* an allocation failed (creation, planning and warm-up only) */
+    CSA_ERROR_MEMORY = 5,      /* an allocation failed (creation, planning, warm-up; checking mode on cuda) */
     CSA_ERROR_DEVICE = 6,      /* the device or its driver failed */
     CSA_ERROR_INTERNAL = 7
 } csa_status;
@@ -231,7 +232,8 @@ typedef struct csa_context_options {
     void *pool;                    /* handed to parallel_for */
     csa_log log;                   /* NULL: silence */
     void *log_user;
-    bool check;           /* checking mode: refuse bad ids by name, at some cost (CUDA: synchronises) */
+    bool check; /* checking mode: refuse bad ids by name, at some cost (CUDA: each call copies its ids to the
+                   host, allocates memory for them until it returns, and waits for its stream) */
     size_t scratch_limit; /* bytes of scratch a step may use; 0: 128 MiB. Longer work runs in chunks of rows */
     const char *tier; /* cpu: the instruction sets to use, as csa_backend_describe lists them; NULL: the best
                          that the processor has */

@@ -2,6 +2,7 @@
  * The module's entry, its GPUs, and the table of its stages.
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "../step.h"
 #include "launch.h"
 #include "module.h"
 #include "stages.h"
@@ -24,7 +25,8 @@ csa_status csa_cuda_check(cudaError_t error, const char *what)
 csa_on_device::csa_on_device(const csa_context *context)
 {
     int now = -1;
-    if (cudaGetDevice(&now) == cudaSuccess && now != context->device && cudaSetDevice(context->device) == cudaSuccess)
+    if (cudaGetDevice(&now) == cudaSuccess && now != context->device &&
+        cudaSetDevice(context->device) == cudaSuccess)
         before = now;
 }
 
@@ -84,8 +86,8 @@ static bool describe_device(int32_t device, char *text, size_t capacity)
         snprintf(text, capacity, "%s, compute capability %d.%d, %d multiprocessors, tier %s", p.name, p.major,
                  p.minor, p.multiProcessorCount, best_tier(&p));
     else
-        snprintf(text, capacity, "%s, compute capability %d.%d: not supported, %d.0 is the least", p.name, p.major,
-                 p.minor, LEAST_MAJOR);
+        snprintf(text, capacity, "%s, compute capability %d.%d: not supported, %d.0 is the least", p.name,
+                 p.major, p.minor, LEAST_MAJOR);
     return true;
 }
 
@@ -101,8 +103,8 @@ static csa_status describe(char *text, size_t capacity)
     for (int device = 0; device < count; device++) {
         cudaDeviceProp p;
         if (cudaGetDeviceProperties(&p, device) == cudaSuccess && supported(&p)) {
-            snprintf(text, capacity, "%d GPU%s, tiers sm90, portable; device %d: %s", count, count > 1 ? "s" : "",
-                     device, p.name);
+            snprintf(text, capacity, "%d GPU%s, tiers sm90, portable; device %d: %s", count,
+                     count > 1 ? "s" : "", device, p.name);
             return CSA_OK;
         }
     }
@@ -128,18 +130,21 @@ static csa_status open_context(csa_context *context, int32_t device, const char 
     cudaDeviceProp p;
     int count = count_devices();
     if (device < 0 || device >= count)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: device is %d, this machine has %d GPUs",
-                             (int)device, count);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "csa_context_create: device is %d, this machine has %d GPUs", (int)device, count);
     csa_status status = csa_cuda_check(cudaGetDeviceProperties(&p, device), "cudaGetDeviceProperties");
     if (status != CSA_OK)
         return status;
     if (!supported(&p))
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: %s has compute capability %d.%d, "
-                             "supported: %d.0 and later", p.name, p.major, p.minor, LEAST_MAJOR);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "csa_context_create: %s has compute capability %d.%d, "
+                             "supported: %d.0 and later",
+                             p.name, p.major, p.minor, LEAST_MAJOR);
     const char *best = best_tier(&p);
     if (tier && strcmp(tier, best) != 0 && strcmp(tier, "portable") != 0)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "tier %.32s is unknown or does not run on device %d, tiers: %s",
-                             tier, (int)device, strcmp(best, "portable") ? "sm90, portable" : best);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "tier %.32s is unknown or does not run on device %d, tiers: %s", tier, (int)device,
+                             strcmp(best, "portable") ? "sm90, portable" : best);
     context->stages = &stages;
     context->device = device;
     context->multiprocessors = p.multiProcessorCount;
