@@ -235,8 +235,8 @@ typedef struct csa_context_options {
     bool check; /* checking mode: refuse bad ids by name, at some cost (CUDA: each call copies its ids to the
                    host, allocates memory for them until it returns, and waits for its stream) */
     size_t scratch_limit; /* bytes of scratch a step may use; 0: 128 MiB. Longer work runs in chunks of rows */
-    const char *tier; /* cpu: the instruction sets to use, as csa_backend_describe lists them; NULL: the best
-                         that the processor has */
+    const char *tier; /* cpu, cuda: the instruction sets to use, as csa_backend_describe lists them; NULL: the
+                         best that the processor or device has */
 } csa_context_options;
 
 /* options may be NULL: all defaults. They are copied; the callbacks and what they use must stay valid until the
@@ -250,7 +250,7 @@ CSA_API void csa_context_destroy(csa_context *context);
 CSA_API csa_backend csa_context_backend(const csa_context *context);
 CSA_API int32_t csa_context_threads(const csa_context *context);
 
-/* The instruction sets a cpu context uses, such as "avx512-bf16"; "none" for other back ends. */
+/* The instruction sets a cpu or cuda context uses, such as "avx512-bf16" or "sm90"; "none" for ref. */
 CSA_API const char *csa_context_tier(const csa_context *context);
 
 /* "ref", "cpu", "cuda" or "default". Never NULL. */
@@ -260,6 +260,11 @@ CSA_API const char *csa_backend_name(csa_backend backend);
  * is or why it is not available (less than 256 bytes; cut to capacity). The default back end is described as
  * what it stands for. */
 CSA_API csa_status csa_backend_describe(csa_backend backend, char *text, size_t capacity);
+
+/* One line on one of the devices that a back end can be given (csa_context_options.device), in the same way:
+ * CSA_OK if it can be used, CSA_ERROR_UNSUPPORTED if not, CSA_ERROR_ARGUMENT if there is none of that number.
+ * Host back ends have no devices. */
+CSA_API csa_status csa_device_describe(csa_backend backend, int32_t device, char *text, size_t capacity);
 
 /* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ----------- */
 

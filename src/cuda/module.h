@@ -19,8 +19,9 @@ typedef struct csa_cuda_host {
 typedef struct csa_cuda_module {
     /* One line on the GPUs of this machine; CSA_ERROR_UNSUPPORTED if none can be used. */
     csa_status (*describe)(char *text, size_t capacity);
-    /* One line on a GPU; false if there is none of that number. */
-    bool (*describe_device)(int32_t device, char *text, size_t capacity);
+    /* One line on a GPU; CSA_ERROR_UNSUPPORTED if it cannot be used, CSA_ERROR_ARGUMENT if there is none of
+     * that number. */
+    csa_status (*describe_device)(int32_t device, char *text, size_t capacity);
     /* Fills in stages, tier and device of a context; loads every kernel. tier: "sm90", "portable", or NULL for
      * the best. */
     csa_status (*open)(csa_context *context, int32_t device, const char *tier);
