@@ -8,7 +8,8 @@
 #include "launch.h"
 #include "stages.h"
 
-namespace {
+namespace
+{
 
 csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_span span, int64_t regions,
                      const csa_step_shape *shape, const csa_chunk_arrays *scratch)
@@ -55,14 +56,15 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_spa
 
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
 {
-    csa_step_shape shape = {args->query.shape[0], args->query.shape[1], args->regions, args->topk,
-                            context->scratch_limit, true};
+    csa_step_shape shape = {args->query.shape[0], args->query.shape[1],   args->regions,
+                            args->topk,           context->scratch_limit, true};
     if (shape.tokens == 0)
         return CSA_OK;
     csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);
     int64_t chunk_tokens = csa_chunk_tokens(&shape);
     csa_status status = CSA_OK;
-    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK; first += chunk_tokens, chunk++) {
+    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK;
+         first += chunk_tokens, chunk++) {
         int64_t left = shape.tokens - first;
         csa_span span = {first, left < chunk_tokens ? left : chunk_tokens};
         int64_t regions = plan ? plan->chunk_regions[chunk] : args->regions;
