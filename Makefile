@@ -1,7 +1,7 @@
 # A thin front: the work is in scripts/ and CMakePresets.json. `make` alone prints what there is.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check build lint format sanitize fuzz coverage cross install clean
+.PHONY: help setup run check build lint format sanitize fuzz coverage cross cuda-all install clean
 
 PREFIX ?= /usr/local
 SECONDS_TO_FUZZ ?= 60
@@ -46,6 +46,9 @@ coverage: ## run the tests and print the share of lines they reach
 cross: ## build for 64-bit Arm, run tests and recorded calls under qemu-user
 	@scripts/setup --cross
 	@scripts/cross
+
+cuda-all: setup ## compile libcsa_cuda.so for every supported GPU architecture
+	@scripts/build cuda-all
 
 install: build ## install under PREFIX (/usr/local); DESTDIR is honoured
 	cmake --install build/release --prefix "$(PREFIX)"

@@ -4,6 +4,7 @@
  */
 #include "api.h"
 #include "check.h"
+#include "fetch.h"
 #include "format.h"
 
 csa_checker csa_begin(const csa_context *context, const char *call)
@@ -109,8 +110,12 @@ csa_status csa_prepare(const csa_context *context, const csa_prepare_args *args)
     csa_prepare_call call;
     csa_checker c = csa_begin(context, "csa_prepare");
     csa_check_prepare(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_prepare_ids(&c, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->prepare(context, &call.args) : c.status;
 }
 
@@ -163,8 +168,12 @@ static csa_status summarize(const csa_context *context, csa_op op, const char *n
     csa_summarize_call call = {0};
     csa_checker c = csa_begin(context, name);
     csa_check_summarize(&c, op, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_summarize_ids(&c, op, &call.args);
+        csa_end_fetch(&ids);
+    }
     if (c.status != CSA_OK)
         return c.status;
     switch (op) {
@@ -233,9 +242,13 @@ csa_status csa_score(const csa_context *context, const csa_score_args *args)
     csa_score_call call;
     csa_checker c = csa_begin(context, "csa_score");
     csa_check_score(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_seen_ids(&c, call.args.tokens, &call.args.cache->summaries, call.args.query.shape[0],
                            call.args.scores.shape[1]);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->score(context, &call.args) : c.status;
 }
 
@@ -259,8 +272,12 @@ csa_status csa_select(const csa_context *context, const csa_select_args *args)
     csa_select_args a;
     csa_checker c = csa_begin(context, "csa_select");
     csa_check_select(&c, args, &a);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, a.stream)) {
+        csa_fetch(&ids, &a.current);
         csa_check_select_ids(&c, &a);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->select(context, &a) : c.status;
 }
 
@@ -303,8 +320,15 @@ csa_status csa_attend(const csa_context *context, const csa_attend_args *args)
     csa_attend_call call;
     csa_checker c = csa_begin(context, "csa_attend");
     csa_check_attend(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
+        csa_fetch(&ids, &call.nested.rows.active);
+        csa_fetch(&ids, &call.nested.rows.positions);
+        csa_fetch(&ids, &call.args.selected);
         csa_check_attend_ids(&c, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->attend(context, &call.args) : c.status;
 }
 

@@ -5,6 +5,7 @@
 #include "api.h"
 #include "check.h"
 #include "cuda/module.h"
+#include "fetch.h"
 #include "format.h"
 #include "step.h"
 #include "tokens.h"
@@ -90,8 +91,8 @@ void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *
     settle_choice(c, plan, &to->nested, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit,
-                            context->backend == CSA_BACKEND_CUDA};
+    csa_step_shape shape = {tokens.extent, groups.extent,          a->regions,
+                            a->topk,       context->scratch_limit, context->backend == CSA_BACKEND_CUDA};
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, csa_step_bytes(&shape));
     a->tokens = &to->nested.tokens;
@@ -123,8 +124,12 @@ static csa_status run_step(const csa_context *context, const char *name, const c
     csa_step_call call;
     csa_checker c = csa_begin(context, name);
     csa_check_step(&c, context, plan, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         check_step_ids(&c, plan, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->step(context, plan, &call.args) : c.status;
 }
 
@@ -180,8 +185,8 @@ csa_status csa_plan_prefill(const csa_context *context, const csa_plan_args *arg
     check_plan_args(&c, args, &a);
     if (c.status != CSA_OK)
         return c.status;
-    csa_step_shape shape = {a.tokens, a.groups, a.regions, a.topk, context->scratch_limit,
-                            context->backend == CSA_BACKEND_CUDA};
+    csa_step_shape shape = {
+        a.tokens, a.groups, a.regions, a.topk, context->scratch_limit, context->backend == CSA_BACKEND_CUDA};
     csa_plan *grown = grow_plan(*plan, a.tokens / csa_chunk_tokens(&shape) + 1);
     if (!grown)
         return csa_fail(CSA_ERROR_MEMORY, "csa_plan_prefill: out of memory");
@@ -259,8 +264,8 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
     settle_choice(c, plan, n, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = {tokens.extent, groups.extent, a->regions, a->topk, context->scratch_limit,
-                            context->backend == CSA_BACKEND_CUDA};
+    csa_step_shape shape = {tokens.extent, groups.extent,          a->regions,
+                            a->topk,       context->scratch_limit, context->backend == CSA_BACKEND_CUDA};
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, layer_bytes(plan, shape));
     a->prepare = p;
@@ -298,8 +303,12 @@ csa_status csa_layer(const csa_context *context, const csa_plan *plan, const csa
     csa_layer_call call;
     csa_checker c = csa_begin(context, "csa_layer");
     csa_check_layer(&c, context, plan, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.prepare.args.stream)) {
+        csa_fetch_tokens(&ids, &call.prepare.nested.tokens);
         check_layer_ids(&c, plan, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->layer(context, plan, &call.args) : c.status;
 }
 
@@ -380,7 +389,8 @@ static void check_serving(csa_checker *c, const csa_serving *from, csa_serving *
 
 static size_t serving_bytes(const csa_serving *s, csa_backend backend, size_t limit)
 {
-    csa_step_shape shape = {s->decode_tokens, s->groups, s->regions, s->topk, limit, backend == CSA_BACKEND_CUDA};
+    csa_step_shape shape = {s->decode_tokens, s->groups, s->regions,
+                            s->topk,          limit,     backend == CSA_BACKEND_CUDA};
     size_t decode = csa_step_bytes(&shape);
     shape.tokens = s->prefill_tokens;
     size_t prefill = csa_step_bytes(&shape);

@@ -1,6 +1,6 @@
 /*
- * Checking mode: the contents of id tensors, on host back ends. Each function names the first bad id. Arguments
- * are normalised. Padding (inactive tokens) is not looked at.
+ * Checking mode: the contents of id tensors, which the host must be able to read (fetch.h). Each function names
+ * the first bad id. Arguments are normalised. Padding (inactive tokens) is not looked at.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CHECK_H

@@ -5,6 +5,7 @@
 #include "api.h"
 #include "check.h"
 #include "compat_ids.h"
+#include "fetch.h"
 #include "format.h"
 #include "pages.h"
 #include "tokens.h"
@@ -134,8 +135,12 @@ csa_status csa_compat_pack(const csa_context *context, const csa_compat_pack_arg
     pack_call call = {0};
     csa_checker c = csa_begin(context, "csa_compat_pack");
     check_pack(&c, args, &call);
-    if (c.status == CSA_OK && context->check && call.rows)
+    csa_fetched ids;
+    if (call.rows && csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_seen_ids(&c, call.args.tokens, &call.args.cache->summaries, call.tokens, call.args.regions);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->pack(context, &call.args, call.tokens) : c.status;
 }
 
@@ -181,8 +186,13 @@ csa_status csa_compat_score(const csa_context *context, const csa_compat_score_a
     csa_compat_score_args a;
     csa_checker c = csa_begin(context, "csa_compat_score");
     check_score(&c, args, &a);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, a.stream)) {
+        csa_fetch(&ids, &a.page_table);
+        csa_fetch(&ids, &a.lengths);
         csa_check_compat_score_ids(&c, &a);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->score(context, &a) : c.status;
 }
 
@@ -276,8 +286,12 @@ csa_status csa_compat_prefill_metadata(const csa_context *context, const csa_com
     metadata_call call = {0};
     csa_checker c = csa_begin(context, "csa_compat_prefill_metadata");
     check_metadata(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_compat_metadata_ids(&c, &call.args, call.tokens);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->metadata(context, &call.args, call.tokens) : c.status;
 }
 
@@ -372,8 +386,15 @@ csa_status csa_compat_pages(const csa_context *context, const csa_compat_pages_a
     pages_call call = {0};
     csa_checker c = csa_begin(context, "csa_compat_pages");
     check_pages(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
+        csa_fetch(&ids, &call.args.selected);
+        if (call.args.planned)
+            csa_fetch(&ids, &call.args.page_indptr);
         csa_check_compat_pages_ids(&c, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->pages(context, &call.args) : c.status;
 }
 
@@ -411,8 +432,15 @@ csa_status csa_compat_attend_paged(const csa_context *context, const csa_compat_
     csa_cache cache;
     csa_checker c = csa_begin(context, "csa_compat_attend_paged");
     check_attend_paged(&c, args, &a, &cache);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, a.stream)) {
+        csa_fetch(&ids, &a.pages);
+        csa_fetch(&ids, &a.page_indptr);
+        csa_fetch(&ids, &a.page_counts);
+        csa_fetch(&ids, &a.last_page_len);
         csa_check_compat_paged_ids(&c, &a);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->attend_paged(context, &a) : c.status;
 }
 
@@ -454,8 +482,13 @@ csa_status csa_compat_gather(const csa_context *context, const csa_compat_gather
     gather_call call = {0};
     csa_checker c = csa_begin(context, "csa_compat_gather");
     check_gather(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
+        csa_fetch(&ids, &call.args.selected);
         csa_check_compat_gather_ids(&c, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->gather(context, &call.args) : c.status;
 }
 
@@ -469,8 +502,12 @@ csa_status csa_compat_attend_ragged(const csa_context *context, const csa_compat
     csa_dim ends = CSA_KNOWN_DIM("rows + 1", rows.extent + 1, "query");
     csa_check_tensor(&c, "cu_k", &a.cu_k, 0, CSA_I32, 1, &ends);
     check_key_value(&c, &a.key, &a.value, 0, &tokens);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, a.stream)) {
+        csa_fetch(&ids, &a.cu_k);
         csa_check_compat_ragged_ids(&c, &a);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->attend_ragged(context, &a) : c.status;
 }
 
@@ -513,7 +550,11 @@ csa_status csa_compat_stage(const csa_context *context, const csa_compat_stage_a
     stage_call call = {0};
     csa_checker c = csa_begin(context, "csa_compat_stage");
     check_stage(&c, args, &call);
-    if (c.status == CSA_OK && context->check)
+    csa_fetched ids;
+    if (csa_checking(&ids, &c, context, call.args.stream)) {
+        csa_fetch_tokens(&ids, &call.nested.tokens);
         csa_check_compat_stage_ids(&c, &call.args);
+        csa_end_fetch(&ids);
+    }
     return c.status == CSA_OK ? context->stages->compat->stage(context, &call.args) : c.status;
 }

@@ -24,7 +24,7 @@ enum { CSA_PAGE_SCALES = CSA_COMPAT_PAGE_REGIONS * CSA_SUMMARY_SIZE };
 static_assert(CSA_KV_SIZE == 2 * CSA_HEAD_SIZE, "a cache row is a key and a value");
 static_assert(CSA_RING_SIZE == 2 * CSA_SUMMARY_SIZE, "a ring row is an index key and a z");
 static_assert(CSA_COMPAT_PAGE_BYTES == CSA_PAGE_SCALES + CSA_COMPAT_PAGE_REGIONS * 4,
-               "256 bytes and a scale each");
+              "256 bytes and a scale each");
 static_assert(sizeof(csa_dtype) == 4, "DLPack's DLDataType is 4 bytes");
 
 #endif

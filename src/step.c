@@ -86,8 +86,8 @@ static csa_status run_chunk(const csa_context *context, const csa_step_args *a, 
 
 csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
 {
-    csa_step_shape shape = {args->query.shape[0], args->query.shape[1], args->regions, args->topk,
-                            context->scratch_limit, false};
+    csa_step_shape shape = {args->query.shape[0], args->query.shape[1],   args->regions,
+                            args->topk,           context->scratch_limit, false};
     if (shape.tokens == 0)
         return CSA_OK;
     csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);

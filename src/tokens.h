@@ -1,7 +1,7 @@
 /*
- * Where a step's tokens stand, and which memory their ids lead to, on host and device alike. Everything that turns
- * an id into an address is here, bounds-checked: a bad id gives -1 or NULL.
- * SPDX-License-Identifier: Apache-2.0
+ * Where a step's tokens stand, and which memory their ids lead to, on host and device alike. Everything that
+ * turns an id into an address is here, bounds-checked: a bad id gives -1 or NULL. SPDX-License-Identifier:
+ * Apache-2.0
  */
 #ifndef CSA_TOKENS_H
 #define CSA_TOKENS_H
@@ -129,7 +129,8 @@ CSA_INLINE void *csa_ring_row(const csa_cache *cache, int64_t base, int64_t posi
 
 /* The block that holds a request's tokens [column * block_size, ...), -1 if it is not mapped to one of the
  * cache's blocks. */
-CSA_INLINE int64_t csa_mapped_block(const csa_tensor *block_table, int64_t request, int64_t column, int64_t blocks)
+CSA_INLINE int64_t csa_mapped_block(const csa_tensor *block_table, int64_t request, int64_t column,
+                                    int64_t blocks)
 {
     if (request < 0 || request >= block_table->shape[0] || column < 0 || column >= block_table->shape[1])
         return -1;
@@ -140,8 +141,8 @@ CSA_INLINE int64_t csa_mapped_block(const csa_tensor *block_table, int64_t reque
 /* How many tokens of a request's region stand at or before a position, and in *block where they are: from row
  * (region % (block_size / 8)) * 8 of that block on. 0 if the region is negative, past the position or not
  * mapped. */
-CSA_INLINE int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_t request, int64_t region,
-                          int64_t position, int64_t *block)
+CSA_INLINE int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor *kv, int64_t request,
+                                     int64_t region, int64_t position, int64_t *block)
 {
     if (region < 0 || region > position / CSA_REGION)
         return 0;
@@ -154,7 +155,8 @@ CSA_INLINE int64_t csa_region_tokens(const csa_tokens *tokens, const csa_tensor 
 }
 
 /* The summary of a request's region; NULL if its block is not mapped. */
-CSA_INLINE const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request, int64_t region)
+CSA_INLINE const uint8_t *csa_summary_at(const csa_tokens *tokens, const csa_cache *cache, int64_t request,
+                                         int64_t region)
 {
     int64_t per_block = cache->summaries.shape[1];
     int64_t block =

@@ -641,6 +641,8 @@ static void take_backend(csa_context_options *options, const char *name)
         skip_program("skipped: no back end %s here: %s\n", name, text);
     CHECKF(!test_on_cuda() || (preloaded && strstr(preloaded, "csa_mirror")),
            "%s cannot use a test's memory: put the mirror in front (docs/TESTING.md)", name);
+    if (test_on_cuda())
+        options->tier = getenv("CSA_TEST_TIER");
 }
 
 csa_context_options test_options(csa_context_options options)

@@ -47,11 +47,17 @@
 #define TEST_SLOW TEST_SANITIZED
 #endif
 
+/* Is it one of the slow builds, or does CSA_TEST_QUICK ask for a tenth, as under compute-sanitizer? */
+static inline bool test_quick(void)
+{
+    return TEST_SLOW || getenv("CSA_TEST_QUICK");
+}
+
 /* How many of `draws` random cases to try: fewer where they are slow. */
 static inline int test_draws(int draws)
 {
     int few = draws / 10;
-    return !TEST_SLOW ? draws : few > 2 ? few : 2;
+    return !test_quick() ? draws : few > 2 ? few : 2;
 }
 
 /* ---- Checks ------------------------------------------------------------------------------------- */
@@ -167,7 +173,8 @@ void reverse_for(void *pool, int32_t count, csa_task task, void *task_data);
 void foreign_for(void *pool, int32_t count, csa_task task, void *task_data);
 
 /* The options of the context that the test is about: what they leave open is filled in. Without a back end it
- * is what the environment's CSA_TEST_BACKEND names, or CSA_TEST_TIER: ref, or a tier of cpu; else the default.
+ * is what the environment's CSA_TEST_BACKEND names (cuda: of tier CSA_TEST_TIER, if given), or CSA_TEST_TIER:
+ * ref, or a tier of cpu; else the default.
  * Exits with 77 if that is not here. Without parallel_for it runs OpenMP, but pool_for under ThreadSanitizer,
  * as OpenMP's runtime is not instrumented. */
 csa_context_options test_options(csa_context_options options);

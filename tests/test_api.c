@@ -283,7 +283,7 @@ static const mistake peculiarities[] = {
     {DE, SET(w.step.positions.ndim, 0), NONE, CSA_OK, "", ""},
     {DE, SET(w.step.slots.ndim, 0), NONE, CSA_OK, "", ""},
     {DE, SET(w.step.seq_lens.ndim, 0), SET(w.step.ring_base.ndim, 0), CSA_OK, "", ""},
-    {DE, SET(step.regions, 0), SET(step.selected.ndim, 0), CSA_ERROR_WORKSPACE, "workspace", ""},
+    {DE, SET(step.regions, 0), SET(w.step.block_table.shape[1], 1000), CSA_ERROR_WORKSPACE, "workspace", ""},
     {DE, SET(step.gate.ndim, 0), SET(step.lse.ndim, 0), CSA_OK, "", ""},
     {DE, SET(step.rows_out, 0), NONE, CSA_OK, "", ""},
     {DE, SET(w.cache.k_scale, 0), SET(w.cache.v_scale, 0), CSA_OK, "", ""},

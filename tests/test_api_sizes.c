@@ -312,6 +312,9 @@ static void back_ends_are_described(void **state)
     CHECK(csa_backend_describe(CSA_BACKEND_REF, NULL, 0) == CSA_OK);
     CHECK(csa_backend_describe((csa_backend)9, NULL, 0) == CSA_ERROR_ARGUMENT);
     CHECKF(strstr(test_error(), "no back end 9"), "%s", test_error());
+    CHECK(csa_device_describe(CSA_BACKEND_CPU, 0, NULL, 0) == CSA_ERROR_ARGUMENT);
+    CHECK(strstr(test_error(), "csa_device_describe: cpu has no device 0"));
+    CHECK(csa_device_describe(CSA_BACKEND_CUDA, -1, NULL, 0) == CSA_ERROR_ARGUMENT);
 }
 
 typedef struct logged {

@@ -362,7 +362,10 @@ static void make_movable(world *w)
 {
     world_make(w, (world_shape){.exact_length = 41, .topk = 2, .heads = 2, .groups = 2, .ring_capacity = 11},
                4800);
-    w->workspace.bytes = 65536; /* for more regions than the world has now */
+    csa_context_options options = test_options((csa_context_options){0});
+    csa_serving serving = world_serving(w);
+    serving.regions = END / CSA_REGION; /* more than the world has now */
+    CHECK_OK(csa_workspace_size(&options, &serving, &w->workspace.bytes));
     w->workspace.data = arena_buffer(&w->memory, "larger workspace", w->workspace.bytes)->data;
     csa_tensor view = csa_tensor_1d(w->workspace.data, CSA_U8, (int64_t)w->workspace.bytes);
     buffer_cover(w->memory.first, &view);

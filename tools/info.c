@@ -67,14 +67,29 @@ static processor read_processor(void)
     return p;
 }
 
+/* The devices of a back end, each with what it is or why it cannot be used. */
+static json_t *devices_json(csa_backend backend)
+{
+    json_t *list = json_array();
+    char text[256];
+    for (int32_t device = 0;; device++) {
+        csa_status status = csa_device_describe(backend, device, text, sizeof text);
+        if (status != CSA_OK && status != CSA_ERROR_UNSUPPORTED)
+            return list;
+        json_array_append_new(list,
+                              json_pack("{s:b, s:s}", "available", status == CSA_OK, "description", text));
+    }
+}
+
 static json_t *backends_json(void)
 {
     json_t *list = json_array();
     for (int i = CSA_BACKEND_DEFAULT; i <= CSA_BACKEND_CUDA; i++) {
         char text[256] = "";
         csa_status status = csa_backend_describe((csa_backend)i, text, sizeof text);
-        json_array_append_new(list, json_pack("{s:s, s:b, s:s}", "name", csa_backend_name((csa_backend)i),
-                                              "available", status == CSA_OK, "description", text));
+        json_array_append_new(list, json_pack("{s:s, s:b, s:s, s:o}", "name", csa_backend_name((csa_backend)i),
+                                              "available", status == CSA_OK, "description", text, "devices",
+                                              devices_json((csa_backend)i)));
     }
     return list;
 }
@@ -127,17 +142,24 @@ static void print_words(const char *title, const json_t *list)
     putchar('\n');
 }
 
+static void print_backend(const json_t *b)
+{
+    size_t index;
+    json_t *device;
+    printf("  %-8s %-13s %s\n", string(b, "name"),
+           json_is_true(json_object_get(b, "available")) ? "available" : "not available",
+           string(b, "description"));
+    json_array_foreach (json_object_get(b, "devices"), index, device)
+        printf("  %-8s %-13s device %zu: %s\n", "", "", index, string(device, "description"));
+}
+
 static void print_text(const json_t *root)
 {
     const json_t *cpu = json_object_get(root, "processor"), *sizes = json_object_get(root, "sizes");
     const json_t *backends = json_object_get(root, "backends");
     printf("libcsa %s (header %s)\n\nback ends\n", string(root, "version"), string(root, "header_version"));
-    for (size_t i = 0; i < json_array_size(backends); i++) {
-        const json_t *b = json_array_get(backends, i);
-        printf("  %-8s %-13s %s\n", string(b, "name"),
-               json_is_true(json_object_get(b, "available")) ? "available" : "not available",
-               string(b, "description"));
-    }
+    for (size_t i = 0; i < json_array_size(backends); i++)
+        print_backend(json_array_get(backends, i));
     printf("\nprocessor: %s, %s\n", string(cpu, "model"), string(cpu, "machine"));
     print_words("instruction sets", json_object_get(cpu, "instruction_sets"));
     printf("threads: %" JSON_INTEGER_FORMAT "\n", json_integer_value(json_object_get(root, "threads")));

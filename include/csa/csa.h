@@ -67,7 +67,8 @@
  * - Outputs must not overlap inputs or one another, unless a call says so; that is the caller's duty. What an
  *   output view does not cover (gaps between strides) is never written. Two active tokens with one slot or
  *   one ring row: which of them is stored is unspecified.
- * - No call allocates or prints. Creating contexts, planning and warming up may allocate.
+ * - No call allocates or prints. Creating contexts, planning and warming up may allocate, and on cuda contexts
+ *   with `check` every call.
  * - A context is immutable after creation: threads may share it, each call with a workspace and outputs of
  *   its own, if the injected `parallel_for` (or OpenMP) may be entered by several threads at once. Calls that
  *   write the same cache, or share a workspace, must be ordered by the caller.
@@ -127,7 +128,7 @@ typedef enum csa_status {
     CSA_ERROR_UNSUPPORTED = 2, /* meaningful, but not here: a size or a back end that is not supported */
     CSA_ERROR_WORKSPACE = 3,   /* the workspace is smaller than the call needs */
     CSA_ERROR_ID = 4,          /* checking mode: an id, length or position is out of range or contradictory */
-    CSA_ERROR_MEMORY = 5,      /* an allocation failed (creation, planning and warm-up only) */
+    CSA_ERROR_MEMORY = 5,      /* an allocation failed (creation, planning, warm-up; checking mode on cuda) */
     CSA_ERROR_DEVICE = 6,      /* the device or its driver failed */
     CSA_ERROR_INTERNAL = 7
 } csa_status;
@@ -231,10 +232,11 @@ typedef struct csa_context_options {
     void *pool;                    /* handed to parallel_for */
     csa_log log;                   /* NULL: silence */
     void *log_user;
-    bool check;           /* checking mode: refuse bad ids by name, at some cost (CUDA: synchronises) */
+    bool check; /* checking mode: refuse bad ids by name, at some cost (CUDA: each call copies its ids to the
+                   host, allocates memory for them until it returns, and waits for its stream) */
     size_t scratch_limit; /* bytes of scratch a step may use; 0: 128 MiB. Longer work runs in chunks of rows */
-    const char *tier; /* cpu: the instruction sets to use, as csa_backend_describe lists them; NULL: the best
-                         that the processor has */
+    const char *tier; /* cpu, cuda: the instruction sets to use, as csa_backend_describe lists them; NULL: the
+                         best that the processor or device has */
 } csa_context_options;
 
 /* options may be NULL: all defaults. They are copied; the callbacks and what they use must stay valid until the
@@ -248,7 +250,7 @@ CSA_API void csa_context_destroy(csa_context *context);
 CSA_API csa_backend csa_context_backend(const csa_context *context);
 CSA_API int32_t csa_context_threads(const csa_context *context);
 
-/* The instruction sets a cpu context uses, such as "avx512-bf16"; "none" for other back ends. */
+/* The instruction sets a cpu or cuda context uses, such as "avx512-bf16" or "sm90"; "none" for ref. */
 CSA_API const char *csa_context_tier(const csa_context *context);
 
 /* "ref", "cpu", "cuda" or "default". Never NULL. */
@@ -258,6 +260,11 @@ CSA_API const char *csa_backend_name(csa_backend backend);
  * is or why it is not available (less than 256 bytes; cut to capacity). The default back end is described as
  * what it stands for. */
 CSA_API csa_status csa_backend_describe(csa_backend backend, char *text, size_t capacity);
+
+/* One line on one of the devices that a back end can be given (csa_context_options.device), in the same way:
+ * CSA_OK if it can be used, CSA_ERROR_UNSUPPORTED if not, CSA_ERROR_ARGUMENT if there is none of that number.
+ * Host back ends have no devices. */
+CSA_API csa_status csa_device_describe(csa_backend backend, int32_t device, char *text, size_t capacity);
 
 /* ---- What calls share: the tokens of a step, the cache of a layer, the rows of a step ----------- */
 

