@@ -6,7 +6,8 @@
 
 #include <cstdio>
 
-namespace {
+namespace
+{
 
 enum : size_t {
     FLUSH_BYTES = (size_t)256 << 20, /* several times any L2 cache */

@@ -7,7 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
-namespace {
+namespace
+{
 
 enum { TOPIC_ROWS = 64 /* neighbouring rows that share most of their query */ };
 

@@ -5,7 +5,8 @@
  */
 #include "device.h"
 
-namespace {
+namespace
+{
 
 enum {
     PASSES = 10,   /* the best one counts */
