@@ -2,7 +2,6 @@
  * Contexts, threads, error text, versions.
  * SPDX-License-Identifier: Apache-2.0
  */
-#define _DEFAULT_SOURCE /* madvise */
 #include "args.h"
 #include "cpu/tiers.h"
 #include "cuda/module.h"

@@ -111,7 +111,7 @@ csa_status csa_host_summarize_verify(const csa_context *context, const csa_summa
 {
     work w = {args, summary};
     return csa_parallel_small(context, csa_token_requests(args->tokens),
-                              CSA_SUMMARIZE_COST * args->tokens->query_len, verify_request, &w);
+                              (int64_t)CSA_SUMMARIZE_COST * args->tokens->query_len, verify_request, &w);
 }
 
 void csa_host_summarize_piece(const csa_summarize_args *args, csa_summary summary, int64_t piece)
