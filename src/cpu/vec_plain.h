@@ -2,6 +2,7 @@
  * 8 floats in the compiler's own vectors, for any processor.
  * SPDX-License-Identifier: Apache-2.0
  */
+#define CSA_VEC_FEW 1
 enum { LANES = 8 };
 typedef float vf __attribute__((vector_size(32)));
 typedef uint32_t vi __attribute__((vector_size(32)));
