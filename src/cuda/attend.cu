@@ -71,14 +71,6 @@ template <bool FP8> struct layout {
     static constexpr int STAGE = ROWS * PITCH;
 };
 
-template <bool FP8, int BLOCKS> struct shared_state {
-    __align__(16) unsigned char stage[2][layout<FP8>::STAGE];
-    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH];
-    float warp_max[WARPS][HEADS], warp_sum[WARPS][HEADS];
-    uint32_t entries[MAX_PIECES * CSA_PIECE / BLOCKS]; /* this block's, units in the order they are worked on */
-    bool last;
-};
-
 /* What a block leaves for its cluster, in a stage that has been used. */
 struct part_result {
     float m[HEADS], l[HEADS];
@@ -90,6 +82,19 @@ struct partial {
     float m[2], l[2];
     float o[TILES][4];
 };
+
+/* Over the four lanes that share heads g and g + 8. */
+__device__ __forceinline__ float lanes_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0U, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0U, x, 2));
+}
+
+__device__ __forceinline__ float lanes_sum(float x)
+{
+    x += __shfl_xor_sync(~0U, x, 1);
+    return x + __shfl_xor_sync(~0U, x, 2);
+}
 
 /* ---- Joining ------------------------------------------------------------------------------------ */
 
@@ -126,9 +131,9 @@ __device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks,
     int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
     if (region < 0 || last < 0 || region >> p.block_shift >= p.map.columns)
         return 0;
-    int block = p.map.block(blocks, (uint32_t)(region >> p.block_shift));
+    int block = p.map.entry(blocks, (uint32_t)(region >> p.block_shift));
     uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1), seen = (uint32_t)min(last + 1, (int64_t)CSA_REGION);
-    return block < 0 ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
+    return !p.map.valid(block) ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
 }
 
 /* Copies a region's cache rows, those past the first `seen` as zeros; any strides. */
@@ -171,72 +176,67 @@ __device__ void load_unit(const attend_params &p, unsigned char *stage, const ui
     }
 }
 
-/* A head's query as the product's rows want it, and the factor of its logits. */
+/* Queries as the product's rows want them, per step of the inner index and lane: {head g low, head g + 8 low, g high,
+ * g + 8 high}, in shared memory; and the factors of the logits. */
 template <bool FP8> struct queries {
-    uint32_t a[12][4]; /* per step of the inner index */
-    float factor[2];   /* heads g and g + 8 */
+    uint4 a[12][32];
+    float factor[HEADS];
 
-    /* Starts loading a token's group at `from`: keys give 16 bytes at a time, 8 bf16 or 16 codes. */
-    template <bool ALIGNED> __device__ void load(const attend_params &p, const uint8_t *from)
+    /* A warp loads heads `half` * 8 to + 7 of a token's group at `from`; keys give 16 bytes at a time, 8 bf16 or 16
+     * codes. */
+    template <bool ALIGNED> __device__ void load(const attend_params &p, const uint8_t *from, int half)
     {
-        uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = g + 8 * half, words[24] = {};
+        const uint8_t *q = from + head * p.query.step[2] + (FP8 ? t * 32 : t * 16);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t head = g + 8 * half;
-            const uint8_t *q = from + head * p.query.step[2] + (FP8 ? t * 32 : t * 16);
+        for (int i = 0; i < 6; i++) {
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (head < p.heads)
+                v = load_16<ALIGNED>(q + (FP8 ? i / 2 * 128 + i % 2 * 16 : i * 64));
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+        }
+        float scale = p.scale * 1.44269504F; /* logits in base 2 */
+        if (FP8)
+            scale *= (p.k_scale ? *p.k_scale : 1.0F) * to_f16(words);
+        if (t == 0)
+            factor[head] = scale;
 #pragma unroll
-            for (int i = 0; i < 6; i++) {
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (head < p.heads)
-                    v = load_16<ALIGNED>(q + (FP8 ? i / 2 * 128 + i % 2 * 16 : i * 64));
-                a[2 * i][half] = v.x, a[2 * i][half + 2] = v.y;
-                a[2 * i + 1][half] = v.z, a[2 * i + 1][half + 2] = v.w;
-            }
+        for (int step = 0; step < 12; step++) {
+            uint32_t *to = (uint32_t *)&a[step][lane];
+            to[half] = words[2 * step];
+            to[half + 2] = words[2 * step + 1];
         }
     }
 
-    __device__ void finish_load(const attend_params &p)
-    {
-        float scale = p.scale * 1.44269504F; /* logits in base 2 */
-        if (FP8 && p.k_scale)
-            scale *= *p.k_scale;
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            factor[half] = FP8 ? scale * to_f16(half) : scale;
-    }
-
-    /* Turns a head's bf16 pairs into f16 pairs times a power of two; returns the inverse of that power. */
-    __device__ float to_f16(int half)
+    /* Turns bf16 pairs into f16 pairs times a power of two; returns the inverse of that power. */
+    __device__ static float to_f16(uint32_t (&words)[24])
     {
         float most = 0.0F;
 #pragma unroll
-        for (int i = 0; i < 24; i++) {
-            uint32_t pair = a[i / 2][half + i % 2 * 2];
-            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(pair << 16)), fabsf(__uint_as_float(pair & 0xFFFF0000))));
-        }
-        most = fmaxf(most, __shfl_xor_sync(~0U, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0U, most, 2));
+        for (int i = 0; i < 24; i++)
+            most = fmaxf(most, fmaxf(fabsf(__uint_as_float(words[i] << 16)),
+                                     fabsf(__uint_as_float(words[i] & 0xFFFF0000))));
+        most = lanes_max(most);
         int exponent = (int)(__float_as_uint(most) >> 23) - 127; /* most is in [2^exponent, 2^(exponent + 1)) */
         int shift = exponent == 128 ? 0 : max(-100, min(100, 14 - exponent));
         float up = __uint_as_float((uint32_t)(127 + shift) << 23);
 #pragma unroll
-        for (int i = 0; i < 24; i++) {
-            uint32_t &pair = a[i / 2][half + i % 2 * 2];
-            pair = pack_f16(__uint_as_float(pair << 16) * up, __uint_as_float(pair & 0xFFFF0000) * up);
-        }
+        for (int i = 0; i < 24; i++)
+            words[i] = pack_f16(__uint_as_float(words[i] << 16) * up, __uint_as_float(words[i] & 0xFFFF0000) * up);
         return __uint_as_float((uint32_t)(127 - shift) << 23);
     }
 };
 
-/* ---- A unit ------------------------------------------------------------------------------------- */
+template <bool FP8, int BLOCKS> struct shared_state {
+    __align__(16) unsigned char stage[2][layout<FP8>::STAGE];
+    queries<FP8> query;
+    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH];
+    float warp_max[WARPS][HEADS], warp_sum[WARPS][HEADS];
+    uint32_t entries[MAX_PIECES * CSA_PIECE / BLOCKS]; /* this block's, units in the order they are worked on */
+    bool last;
+};
 
-template <bool FP8> __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-{
-    if (FP8)
-        mma_f16(c, a, b0, b1);
-    else
-        mma_bf16(c, a, b0, b1);
-}
+/* ---- A unit ------------------------------------------------------------------------------------- */
 
 /* Logits of a warp's two regions, in base 2: region, {head g: tokens t, t + 4; head g + 8: the same}. */
 template <bool FP8>
@@ -247,41 +247,34 @@ __device__ void find_logits(const unsigned char *stage, const uint32_t *entries,
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     int token = (g & 1) << 2 | g >> 1; /* of column g: neighbours lie four rows apart, in other banks */
     float sums[2][2][4] = {};
+    const unsigned char *keys = stage + (2 * warp * CSA_REGION + token) * PITCH + 16 * t;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const uint4 *key = (const uint4 *)(stage + ((2 * warp + r) * CSA_REGION + token) * PITCH) + t;
+    for (int i = 0; i < (FP8 ? 3 : 6); i++) {
+        uint4 v[2];
 #pragma unroll
-        for (int i = 0; i < (FP8 ? 3 : 6); i++) {
-            uint4 v = key[4 * i];
-            if (FP8) {
-                uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        for (int r = 0; r < 2; r++)
+            v[r] = *(const uint4 *)(keys + r * CSA_REGION * PITCH + 64 * i);
 #pragma unroll
-                for (int w = 0; w < 4; w++)
-                    multiply<FP8>(sums[r][w % 2], q.a[(4 * i + w) % 12], e4m3x2_to_f16x2(words[w]),
-                                  e4m3x2_to_f16x2(words[w] >> 16));
-            } else {
-                multiply<FP8>(sums[r][0], q.a[2 * i], v.x, v.y);
-                multiply<FP8>(sums[r][1], q.a[2 * i + 1], v.z, v.w);
+        for (int w = 0; w < (FP8 ? 4 : 2); w++) {
+            uint4 a = q.a[(FP8 ? 4 : 2) * i + w][lane];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                uint32_t words[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
+                if (FP8)
+                    mma_f16(sums[r][w % 2], a, e4m3x2_to_f16x2(words[w]), e4m3x2_to_f16x2(words[w] >> 16));
+                else
+                    mma_bf16(sums[r][w], a, words[2 * w % 4], words[(2 * w + 1) % 4]);
             }
         }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
         int seen = (int)(entries[2 * warp + r] & 15);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            logits[r][i] = t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * q.factor[i / 2] : -INFINITY;
+            logits[r][i] =
+                t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * q.factor[g + i / 2 * 8] : -INFINITY;
     }
-}
-
-/* Over the four lanes that share heads g and g + 8. */
-__device__ __forceinline__ float lanes_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0U, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0U, x, 2));
-}
-
-__device__ __forceinline__ float lanes_sum(float x)
-{
-    x += __shfl_xor_sync(~0U, x, 1);
-    return x + __shfl_xor_sync(~0U, x, 2);
 }
 
 /* Operand b of the products of a warp's slice over 16 tokens, whose rows start at `rows`.
@@ -332,12 +325,12 @@ template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
 /* Works on a stage that has arrived as far as this thread's copies go. */
 template <bool FP8, int BLOCKS>
 __device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *stage, const uint32_t *entries,
-                            const queries<FP8> &q, partial &result)
+                            partial &result)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     float logits[2][4], most[2], base[2], sum[2];
     __syncwarp();
-    find_logits<FP8>(stage, entries, q, logits);
+    find_logits<FP8>(stage, entries, s.query, logits);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float x = fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]),
@@ -386,14 +379,18 @@ __device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *s
             result.o[tile][i] = 0.0F;
 #pragma unroll
     for (int step = 0; step < ROWS / 16; step++) {
-        uint32_t a[4], b[TILES][2];
+        uint32_t words[4], b[TILES][2];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            a[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
+            words[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
+        uint4 a = make_uint4(words[0], words[1], words[2], words[3]);
         load_values<FP8>(stage + 16 * step * layout<FP8>::PITCH, b);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            multiply<FP8>(result.o[tile], a, b[tile][0], b[tile][1]);
+            if (FP8)
+                mma_f16(result.o[tile], a, b[tile][0], b[tile][1]);
+            else
+                mma_bf16(result.o[tile], a, b[tile][0], b[tile][1]);
     }
 }
 
@@ -543,6 +540,25 @@ template <int COUNT, int LEVEL = 0> __device__ __forceinline__ void join_units(p
     }
 }
 
+/* The block's result when only `live` of its COUNT units have entries: joins what waits in the tree. */
+template <int COUNT> __device__ __forceinline__ void join_rest(partial (&waiting)[3], partial &result, int live)
+{
+    bool any = false;
+#pragma unroll
+    for (int level = 0; 1 << level < COUNT; level++) {
+        if ((live >> level & 1) == 0)
+            continue;
+        if (any)
+            join(waiting[level], result);
+        result = waiting[level];
+        any = true;
+    }
+    if (!any) {
+        result = partial{};
+        result.m[0] = result.m[1] = -INFINITY;
+    }
+}
+
 /* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used and may
  * be loaded again afterwards. */
 template <bool FP8, int BLOCKS>
@@ -577,31 +593,37 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     constexpr int OWN_UNITS = UNITS / BLOCKS, OWN_ENTRIES = OWN_UNITS * UNIT;
     extern __shared__ __align__(16) unsigned char shared[];
     shared_state<FP8, BLOCKS> &s = *(shared_state<FP8, BLOCKS> *)shared;
-    uint32_t rank = blockIdx.x % BLOCKS, clusters = p.pieces > 0 ? p.pieces : 1, cluster = blockIdx.x / BLOCKS;
-    uint32_t row = cluster / clusters, first_piece = cluster % clusters, token = row / p.groups, group = row % p.groups;
+    uint32_t rank = blockIdx.x % BLOCKS, first_piece = blockIdx.y, row = blockIdx.x / BLOCKS;
+    uint32_t token = quotient(row, p.groups), group = row - token * p.groups;
     start_kernel_behind();
 
-    queries<FP8> q;
     finish f;
-    if (p.query_aligned)
-        q.template load<true>(p, p.query.at(token, group));
-    else
-        q.template load<false>(p, p.query.at(token, group));
     f.load(p, token, group);
     token_place place = p.tokens.place(p.first + token);
     if (p.positions)
         place.position = *p.active.at(row) ? *(const int64_t *)p.positions.at(row) : -1;
     int64_t live = place.position < 0 ? 0 : place.position / CSA_REGION + 1;
-    int entries = (int)min(live, (int64_t)p.columns), pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
+    int entries = (int)min(live, (int64_t)p.columns);
+    uint32_t pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
     if (first_piece >= pieces)
         return;
-    int own_pieces = p.pieces > 0 ? 1 : pieces, total = own_pieces * OWN_UNITS;
+    if (threadIdx.x < 64) { /* a warp for each eight heads */
+        const uint8_t *query = p.query.at(token, group);
+        if (p.query_aligned)
+            s.query.template load<true>(p, query, threadIdx.x / 32);
+        else
+            s.query.template load<false>(p, query, threadIdx.x / 32);
+    }
+    uint32_t end_piece = p.pieces > 0 ? first_piece + 1 : pieces; /* units of all pieces but the last are live */
+    int last_units = (entries - (int)(pieces - 1) * CSA_PIECE + UNIT - 1) / UNIT - (int)rank * OWN_UNITS;
+    last_units = max(0, min(last_units, OWN_UNITS));
+    int total = (int)(end_piece - first_piece) * OWN_UNITS - (end_piece == pieces ? OWN_UNITS - last_units : 0);
     const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - entries);
     const int32_t *blocks = p.map.row(place.owner);
     const uint8_t *group_kv = p.kv + group * p.group_step;
     wait_for_kernel_ahead();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own_pieces * OWN_ENTRIES; i += THREADS) {
+    for (int i = threadIdx.x; i < total * UNIT; i += THREADS) {
         int at = (first_piece + i / OWN_ENTRIES) * CSA_PIECE + rank * OWN_ENTRIES + i % OWN_ENTRIES;
         s.entries[i] = at < entries ? resolve_entry(p, blocks, list[at], place.position) : 0;
     }
@@ -612,20 +634,31 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
             load_unit<FP8>(p, s.stage[i], s.entries + i * UNIT, group_kv);
         copies_commit();
     }
-    q.finish_load(p);
 
     slice<BLOCKS> result;
     partial waiting[3], unit_result;
-    for (int i = 0; i < total; i++) {
-        unsigned char *stage = s.stage[i % 2];
-        copies_wait<1>();
-        attend_unit<FP8, BLOCKS>(s, stage, s.entries + i * UNIT, q, unit_result);
-        __syncthreads(); /* the stage has been used */
-        join_units<OWN_UNITS>(waiting, unit_result, i % OWN_UNITS);
-        if (i % OWN_UNITS == OWN_UNITS - 1)
-            join_piece<FP8, BLOCKS>(*(part_result *)stage, unit_result, rank, i < OWN_UNITS, result);
-        if (i + 2 < total)
-            load_unit<FP8>(p, stage, s.entries + (i + 2) * UNIT, group_kv);
+    int done = 0;
+#pragma unroll 1
+    for (uint32_t piece = first_piece; piece < end_piece; piece++) {
+        int live = piece == pieces - 1 ? last_units : OWN_UNITS;
+#pragma unroll 1
+        for (int unit = 0; unit < live; unit++, done++) {
+            unsigned char *stage = s.stage[done % 2];
+            copies_wait<1>();
+            attend_unit<FP8, BLOCKS>(s, stage, s.entries + done * UNIT, unit_result);
+            __syncthreads(); /* the stage has been used */
+            if (done + 2 < total && unit < live - 1)
+                load_unit<FP8>(p, stage, s.entries + (done + 2) * UNIT, group_kv);
+            copies_commit();
+            join_units<OWN_UNITS>(waiting, unit_result, unit);
+        }
+        if (live < OWN_UNITS)
+            join_rest<OWN_UNITS>(waiting, unit_result, live);
+        /* Where the latest unit was, or nothing any more; the same in all blocks. */
+        unsigned char *used = s.stage[((piece - first_piece + 1) * OWN_UNITS + 1) % 2];
+        join_piece<FP8, BLOCKS>(*(part_result *)used, unit_result, rank, piece == first_piece, result);
+        if (done + 1 < total && live > 0)
+            load_unit<FP8>(p, used, s.entries + (done + 1) * UNIT, group_kv);
         copies_commit();
     }
     if (p.pieces > 0 && pieces > 1 && !join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
@@ -688,7 +721,7 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
     int blocks = cluster_size(context, p.pieces > 0 ? rows * whole_pieces : rows);
     variant v = fp8 ? find_variant<true>(blocks) : find_variant<false>(blocks);
     csa_launch l;
-    l.grid = dim3((unsigned)(rows * (p.pieces > 0 ? p.pieces : 1) * blocks));
+    l.grid = dim3((unsigned)(rows * blocks), (unsigned)(p.pieces > 0 ? p.pieces : 1));
     l.block = dim3(THREADS);
     l.shared = v.shared;
     l.stream = stream;

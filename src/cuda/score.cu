@@ -6,10 +6,10 @@
  * permuted so that a lane ends up with the four heads of one row and nothing is exchanged. Heads past the fourth are
  * further packs of the same rows, left out where all their weights are zero (they only pad).
  *
- * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks; a warp takes a tile,
- * and looks up where the next one lies before it works on it. Its lanes load 16 bytes of a summary each, straight
+ * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks; a warp takes
+ * half a tile or a whole one, and asks for the next one before it works on it. Its lanes load 16 bytes of a summary each, straight
  * into the registers of the product: both operands number the inner index as the loads do. e4m3 becomes f16 exactly,
- * products are exact, sums are fp32: 16 products of 16 in order. The queries of a run lie in shared memory as the
+ * products are exact, sums are fp32: 16 products of 16, in order or as two chains. The queries of a run lie in shared memory as the
  * product wants them.
  *
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
@@ -25,7 +25,7 @@ namespace {
 enum {
     WARPS = 4,
     THREADS = 32 * WARPS,
-    TILE = 32,         /* regions of a warp */
+    TILE = 32,         /* regions: what blocks are given, and what a warp works on at a time at most */
     STEPS = 16,        /* of the inner index: 256 / 16 */
     LIST = THREADS,    /* windows listed at a time */
     WINDOW_TOKENS = 16 /* at most */
@@ -40,7 +40,7 @@ struct score_params {
     view active, positions, current, lengths, topk_lengths;
     uint32_t first, count; /* the span */
     uint32_t groups, heads, regions;
-    uint32_t window; /* tokens */
+    uint32_t window, windows; /* tokens of one; how many */
     int width;       /* a step: rows that rank at most so many are left out; -1: all, and the current region too */
     int block_shift; /* regions of a block */
     bool metadata;
@@ -58,7 +58,7 @@ __device__ uint32_t regions_to_score(const score_params &p, const token_place &p
 
 __device__ void write_metadata(const score_params &p, uint32_t row)
 {
-    int64_t position = p.tokens.place(p.first + row / p.groups).position;
+    int64_t position = p.tokens.place(p.first + quotient(row, p.groups)).position;
     if (p.active)
         *p.active.at(row) = position >= 0;
     position = position < 0 ? 0 : position;
@@ -183,7 +183,7 @@ __device__ void find_rows(const score_params &p, batch<PACKS> &b, const window_t
     int i = threadIdx.x;
     if (i >= PACKS * 4)
         return;
-    uint32_t row = first + i, of = row / p.groups, group = row % p.groups;
+    uint32_t row = first + i, of = quotient(row, p.groups), group = row - of * p.groups;
     bool real = i < here;
     b.need[i] = real ? w.need[start + of] : 0;
     b.scores[i] = real ? (float *)p.scores.at(token * p.groups + row) : nullptr;
@@ -222,38 +222,49 @@ template <bool ALIGNED, int PACKS> __device__ void fill_batch(const score_params
     }
 }
 
-/* The blocks of the four regions that a lane loads of a tile; -1 where there is none or none is needed. */
-__device__ void find_blocks(const score_params &p, const int32_t *row, uint32_t tile, uint32_t regions, int (&found)[4])
-{
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        uint32_t region = tile * TILE + i * 8 + threadIdx.x % 32 / 4;
-        found[i] = region < regions ? p.map.block(row, region >> p.block_shift) : -1;
-    }
-}
+/* What a lane has of 16 * HALVES summaries: its rows are regions g + 8 i. */
+template <bool ALIGNED, int HALVES> struct tile_data {
+    uint4 raw[2 * HALVES][4]; /* 64 bytes apart */
+    int block[2 * HALVES];    /* as the table says; -1 where none is needed */
 
-/* Scores a tile of 32 regions for the rows of a batch. */
-template <bool ALIGNED, int PACKS>
-__device__ void score_tile(const score_params &p, const batch<PACKS> &b, const int (&block)[4], uint32_t tile, int packs,
-                           int quad_shift)
+    __device__ void find(const score_params &p, const int32_t *row, uint32_t region, uint32_t regions)
+    {
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES; i++) {
+            uint32_t own = region + i * 8 + threadIdx.x % 32 / 4;
+            block[i] = own < regions ? p.map.entry(row, own >> p.block_shift) : -1;
+        }
+    }
+
+    __device__ void load(const score_params &p, const int (&found)[2 * HALVES], uint32_t region)
+    {
+        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES; i++) {
+            uint32_t within = (region + i * 8 + g) & ((1U << p.block_shift) - 1);
+            const uint8_t *summary = p.summaries + found[i] * p.block_step + within * p.region_step + t * 16;
+            block[i] = found[i];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                raw[i][j] = p.map.valid(found[i]) ? load_16<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
+        }
+    }
+};
+
+/* Scores 16 * HALVES regions for the rows of a batch. */
+template <bool ALIGNED, int HALVES, int PACKS>
+__device__ void score_regions(const score_params &p, const batch<PACKS> &b, const tile_data<ALIGNED, HALVES> &tile, uint32_t region, int packs,
+                              int quad_shift)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1 << quad_shift;
-    uint4 raw[4][4]; /* region g + 8 i of the tile, 64 bytes each */
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int within = (i * 8 + g) & ((1 << p.block_shift) - 1); /* a tile starts at a block */
-        const uint8_t *summary = p.summaries + block[i] * p.block_step + within * p.region_step + t * 16;
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            raw[i][j] = block[i] >= 0 ? load_16<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
-    }
-    float sums[PACKS][2][2][4] = {}; /* pack, half of the tile, heads 0-1 or 2-3 */
+    constexpr int CHAINS = HALVES == 1 ? 2 : 1; /* of products that wait for each other */
+    float sums[PACKS][HALVES][2][CHAINS][4] = {}; /* pack, half, heads 0-1 or 2-3, chain */
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-        uint32_t a[2][4];
+        uint32_t a[HALVES][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint4 v = raw[i][step / 4];
+        for (int i = 0; i < 2 * HALVES; i++) {
+            uint4 v = tile.raw[i][step / 4];
             uint32_t word = step % 4 == 0 ? v.x : step % 4 == 1 ? v.y : step % 4 == 2 ? v.z : v.w;
             a[i / 2][i % 2] = e4m3x2_to_f16x2(word);
             a[i / 2][i % 2 + 2] = e4m3x2_to_f16x2(word >> 16);
@@ -264,14 +275,15 @@ __device__ void score_tile(const score_params &p, const batch<PACKS> &b, const i
                 break;
             uint4 q = b.query[pack][step][lane];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                mma_f16(sums[pack][half][0], a[half], q.x, q.y);
-                mma_f16(sums[pack][half][1], a[half], q.z, q.w);
+            for (int half = 0; half < HALVES; half++) {
+                uint4 keys = make_uint4(a[half][0], a[half][1], a[half][2], a[half][3]);
+                mma_f16(sums[pack][half][0][step % CHAINS], keys, q.x, q.y);
+                mma_f16(sums[pack][half][1][step % CHAINS], keys, q.z, q.w);
             }
         }
     }
-    float chain[4][4] = {}; /* region, head % 4 */
-    uint32_t region = tile * TILE + g;
+    float chain[2 * HALVES][4] = {}; /* region, head % 4 */
+    region += g;
 #pragma unroll
     for (int pack = 0; pack < PACKS; pack++) {
         if (pack >= packs)
@@ -281,16 +293,52 @@ __device__ void score_tile(const score_params &p, const batch<PACKS> &b, const i
         uint32_t need = b.need[row];
         float *scores = b.scores[row] + region;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float *low = sums[pack][i / 2][0] + i % 2 * 2, *high = sums[pack][i / 2][1] + i % 2 * 2;
-            chain[i][0] = fmaf(w.x, fmaxf(low[0], 0.0F), quad ? chain[i][0] : 0.0F);
-            chain[i][1] = fmaf(w.y, fmaxf(low[1], 0.0F), quad ? chain[i][1] : 0.0F);
-            chain[i][2] = fmaf(w.z, fmaxf(high[0], 0.0F), quad ? chain[i][2] : 0.0F);
-            chain[i][3] = fmaf(w.w, fmaxf(high[1], 0.0F), quad ? chain[i][3] : 0.0F);
+        for (int i = 0; i < 2 * HALVES; i++) {
+            float weights[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+            for (int head = 0; head < 4; head++) {
+                const float (&sum)[CHAINS][4] = sums[pack][i / 2][head / 2];
+                float dot = sum[0][i % 2 * 2 + head % 2];
+                if (CHAINS == 2)
+                    dot += sum[CHAINS - 1][i % 2 * 2 + head % 2];
+                chain[i][head] = fmaf(weights[head], fmaxf(dot, 0.0F), quad ? chain[i][head] : 0.0F);
+            }
             float score = ((chain[i][0] + chain[i][1]) + chain[i][2]) + chain[i][3];
             if (quad == quads - 1 && region + i * 8 < need)
-                scores[i * 8] = block[i] >= 0 ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
+                scores[i * 8] = p.map.valid(tile.block[i]) ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
         }
+    }
+}
+
+/* Scores regions [from, to) of a run for the rows of a batch, warps in turn: one pack or two leave registers to load
+ * the next summaries meanwhile, more share each load of a query between 32 regions. */
+template <bool ALIGNED, int PACKS>
+__device__ void score_range(const score_params &p, const batch<PACKS> &b, const int32_t *row, uint32_t from, uint32_t to,
+                            int packs, int quad_shift)
+{
+    constexpr int HALVES = PACKS > 2 ? 2 : 1, AT_ONCE = 16 * HALVES, STRIDE = AT_ONCE * WARPS;
+    tile_data<ALIGNED, HALVES> tile, next;
+    uint32_t region = from + threadIdx.x / 32 * AT_ONCE;
+    next.find(p, row, region, to);
+    if (PACKS > 2) {
+        for (; region < to; region += STRIDE) {
+            tile.load(p, next.block, region);
+            next.find(p, row, region + STRIDE, to);
+            score_regions(p, b, tile, region, packs, quad_shift);
+        }
+        return;
+    }
+    tile.load(p, next.block, region);
+    next.find(p, row, region + STRIDE, to);
+    for (; region < to; region += STRIDE) {
+        tile_data<ALIGNED, HALVES> after;
+        after.find(p, row, region + 2 * STRIDE, to);
+        next.load(p, next.block, region + STRIDE);
+        score_regions(p, b, tile, region, packs, quad_shift);
+        tile = next;
+#pragma unroll
+        for (int i = 0; i < 2 * HALVES; i++)
+            next.block[i] = after.block[i];
     }
 }
 
@@ -300,7 +348,8 @@ __device__ bool has_further_heads(const score_params &p, uint32_t token, int row
     bool further = false;
 #pragma unroll 1
     for (uint32_t row = threadIdx.x; row < (uint32_t)rows && p.heads > 4; row += THREADS) {
-        const float *weights = (const float *)p.weights.at(token + row / p.groups, row % p.groups);
+        uint32_t of = quotient(row, p.groups);
+        const float *weights = (const float *)p.weights.at(token + of, row - of * p.groups);
 #pragma unroll 4
         for (uint32_t head = 4; head < p.heads; head++)
             further |= weights[head] != 0.0F;
@@ -316,9 +365,6 @@ __device__ void score_run(const score_params &p, batch<PACKS> &b, const window_t
     int rows = (end - start) * (int)p.groups, quad_shift = 0;
     const int32_t *row = p.map.row(w.owner[start]);
     for (int first = 0, here; first < rows; first += here) {
-        int block[4], next[4];
-        uint32_t tile = from + threadIdx.x / 32;
-        find_blocks(p, row, tile, tile < to ? regions : 0, block);
         find_rows(p, b, w, start, token, first, min(rows - first, PACKS * 4));
         if (__syncthreads_or(first == 0 && has_further_heads(p, token, rows)))
             quad_shift = p.heads > 8 ? 2 : 1;
@@ -326,13 +372,7 @@ __device__ void score_run(const score_params &p, batch<PACKS> &b, const window_t
         int packs = (here + 3) / 4 << quad_shift;
         fill_batch<ALIGNED>(p, b, packs, quad_shift);
         __syncthreads();
-        for (; tile < to; tile += WARPS) {
-            find_blocks(p, row, tile + WARPS, tile + WARPS < to ? regions : 0, next);
-            score_tile<ALIGNED>(p, b, block, tile, packs, quad_shift);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                block[i] = next[i];
-        }
+        score_range<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift);
         __syncthreads();
     }
 }
@@ -351,19 +391,18 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3) score_kernel(const
             write_metadata(p, row);
     if (!p.scores)
         return;
-    uint32_t windows = (p.count + p.window - 1) / p.window;
-    for (uint32_t base = 0; base < windows; base += LIST) {
-        if (windows > 1) {
-            make_list(list, base + threadIdx.x < windows ? window_tiles(p, base + threadIdx.x) : 0);
+    for (uint32_t base = 0; base < p.windows; base += LIST) {
+        if (p.windows > 1) {
+            make_list(list, base + threadIdx.x < p.windows ? window_tiles(p, base + threadIdx.x) : 0);
         } else { /* all threads find the same */
             list[threadIdx.x + 1] = window_tiles(p, 0);
             list[0] = 0;
             __syncthreads();
         }
-        uint32_t total = list[LIST], at = (uint32_t)((uint64_t)total * blockIdx.x / gridDim.x),
-                 end = (uint32_t)((uint64_t)total * (blockIdx.x + 1) / gridDim.x);
+        uint32_t total = list[LIST], each = total / gridDim.x, further = total - each * gridDim.x;
+        uint32_t at = each * blockIdx.x + min(blockIdx.x, further), end = at + each + (blockIdx.x < further);
         while (at < end) {
-            int window = find_window(list, at);
+            int window = p.windows > 1 ? find_window(list, at) : 0;
             uint32_t begin = list[window], window_end = min(list[window + 1], end), most;
             load_window(p, w, base + window);
             for (int start = 0, stop; start < w.count; start = stop) {
@@ -402,7 +441,8 @@ csa_status queue_score(const csa_context *context, score_params &p, bool aligned
     bool few = aligned && (rows + 3) / 4 * ((p.heads + 3) / 4) <= 2;
     csa_launch l;
     p.window = window_size(p, mixed, few ? 2 : 4);
-    uint64_t tiles = ((uint64_t)p.count + p.window - 1) / p.window * tiles_of(p.regions);
+    p.windows = (p.count + p.window - 1) / p.window;
+    uint64_t tiles = (uint64_t)p.windows * tiles_of(p.regions);
     uint64_t blocks = (uint64_t)context->multiprocessors * (few ? 3 : 2), work = p.metadata ? blocks : tiles;
     l.grid = dim3((unsigned)(work < blocks ? work : blocks));
     l.block = dim3(THREADS);

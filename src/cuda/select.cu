@@ -42,6 +42,7 @@ struct select_params {
     uint32_t first, groups;
     bool from_tokens, aligned;
     int regions, width; /* of the scores; most historical regions of a row */
+    int cluster_shift;  /* blocks of a row */
     uint32_t *counters; /* of the parts of so many rows, cleared */
     uint32_t split_rows;
 };
@@ -71,10 +72,10 @@ __device__ float finite_score_of(uint32_t key)
 
 /* ---- A block's part of a row -------------------------------------------------------------------- */
 
-/* Which of a row's scores are this block's: [first, end). */
+/* Which of a row's scores are this block's: [first, end); a thread has `fours` times four neighbours. */
 struct part {
     const float *scores;
-    int first, end;
+    int first, end, fours;
     bool aligned;
 };
 
@@ -91,8 +92,8 @@ __device__ uint4 load_keys(const part &p, int at)
     return make_uint4(k[0], k[1], k[2], k[3]);
 }
 
-/* ROUNDS > 0: a thread holds 4 * ROUNDS neighbours in registers. 0: four neighbours of any number of rounds, read
- * again each time. */
+/* ROUNDS > 0: a thread holds up to 4 * ROUNDS neighbours in registers. 0: four neighbours in each of any number of
+ * rounds, read again each time. */
 template <int ROUNDS> struct keys {
     part p;
     uint4 held[ROUNDS > 0 ? ROUNDS : 1];
@@ -101,11 +102,11 @@ template <int ROUNDS> struct keys {
     {
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++)
-            held[round] = load_keys(p, index(round));
+            held[round] = round < p.fours ? load_keys(p, index(round)) : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
     }
     __device__ int index(int round) const
     {
-        return p.first + (ROUNDS > 0 ? ((int)threadIdx.x * ROUNDS + round) * 4 : round * ROUND + (int)threadIdx.x * 4);
+        return p.first + (ROUNDS > 0 ? ((int)threadIdx.x * p.fours + round) * 4 : round * ROUND + (int)threadIdx.x * 4);
     }
     __device__ int rounds() const { return ROUNDS > 0 ? ROUNDS : (p.end - p.first + ROUND - 1) / ROUND; }
     __device__ uint4 get(int round) const
@@ -153,7 +154,7 @@ struct cluster {
     }
     __device__ uint32_t read(const uint32_t *p, int of) const
     {
-        return blocks > 1 ? cluster_load<2>(cluster_address<2>(p, of)) : *(const volatile uint32_t *)p;
+        return cluster_load<MAX_CLUSTER>(cluster_address<MAX_CLUSTER>(p, of)); /* a block alone is a cluster too */
     }
 };
 
@@ -205,7 +206,7 @@ __device__ void reduce_range(shared_state &s, const cluster &c, uint32_t &low, u
 /* The largest key, and a key that at least `rank` keys reach: the smallest of the maxima of groups of neighbouring
  * threads, if there are so many groups that all have a key; else the smallest key. */
 template <int ROUNDS>
-__device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, uint32_t &low,
+__device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int total, uint32_t rank, uint32_t &low,
                             uint32_t &high)
 {
     uint32_t least = ~0U, most = NO_KEY;
@@ -213,15 +214,14 @@ __device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS
         least = min(least, key - 1);
         most = max(most, key);
     });
-    int members = c.blocks * THREADS / (int)rank; /* of a group, at most */
-    uint32_t group = most;
-    for (int step = 1; 2 * step <= members && step < 32; step *= 2)
-        group = max(group, __shfl_xor_sync(~0U, group, step));
-    low = members == 0 ? least + 1 : group;
+    int each = ROUNDS > 0 ? 4 * k.p.fours : 4; /* of a thread; the last ones may have fewer */
+    int members = min(total / each, c.blocks * THREADS) / (int)rank, group = 1;
+    uint32_t best = most;
+    for (; 2 * group <= members && group < 32; group *= 2)
+        best = max(best, __shfl_xor_sync(~0U, best, group));
+    low = members == 0 ? least + 1 : best == NO_KEY ? ~0U : best; /* groups without a key do not count */
     high = most;
     reduce_range(s, c, low, high);
-    if (low == NO_KEY) /* a group without a key */
-        low = NAN_KEY;
 }
 
 /* Finds the bin that the rank-th best (from 1) falls into: s.bin, s.above, s.within. bin_of gives -1 for keys that
@@ -229,8 +229,8 @@ __device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS
 template <int ROUNDS, typename BinOf>
 __device__ void find_bin(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, BinOf bin_of)
 {
-    for (int i = threadIdx.x; i < BINS; i += THREADS)
-        s.bins[i] = 0;
+    static_assert(BINS == 2 * THREADS, "a thread has two bins");
+    s.bins[threadIdx.x] = s.bins[threadIdx.x + THREADS] = 0;
     __syncthreads();
     k.each([&](uint32_t key) {
         int bin = bin_of(key);
@@ -240,6 +240,7 @@ __device__ void find_bin(shared_state &s, const cluster &c, const keys<ROUNDS> &
     c.meet();
     int upper = BINS - 1 - 2 * (int)threadIdx.x; /* a thread sums two bins, from the top */
     uint32_t first = 0, second = 0, total = 0;
+#pragma unroll 2
     for (int of = 0; of < c.blocks; of++) {
         first += c.read(&s.bins[upper], of);
         second += c.read(&s.bins[upper - 1], of);
@@ -268,8 +269,10 @@ __device__ void rank_few(shared_state &s, const cluster &c, const keys<ROUNDS> &
     });
     c.meet();
     uint32_t count = 0;
+#pragma unroll 1
     for (int of = 0; of < c.blocks; of++) {
         uint32_t theirs = c.read(&s.few_count, of);
+#pragma unroll 1
         for (uint32_t i = threadIdx.x; i < theirs; i += THREADS)
             s.all[count + i] = c.read(&s.few[i], of);
         count += theirs;
@@ -277,6 +280,7 @@ __device__ void rank_few(shared_state &s, const cluster &c, const keys<ROUNDS> &
     __syncthreads();
     if (threadIdx.x < count) {
         uint32_t own = s.all[threadIdx.x], better = 0, equal = 0;
+#pragma unroll 2
         for (uint32_t i = 0; i < count; i++) {
             better += s.all[i] > own;
             equal += s.all[i] == own;
@@ -306,10 +310,10 @@ __device__ void find_range(shared_state &s, const cluster &c, const keys<ROUNDS>
 }
 
 /* The rank-th best key of the row, and how many of its equals belong to the best. */
-template <int ROUNDS> __device__ void find_threshold(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank)
+template <int ROUNDS> __device__ void find_threshold(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int total, uint32_t rank)
 {
     uint32_t low, high;
-    find_bounds(s, c, k, rank, low, high);
+    find_bounds(s, c, k, total, rank, low, high);
     if (low < high) {
         uint32_t least = low;
         float bottom = finite_score_of(low), scale = (float)BINS / (finite_score_of(high) - bottom);
@@ -403,6 +407,7 @@ __device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUND
     }
     c.meet();
     better = ties = 0;
+#pragma unroll 2
     for (int of = 0; of < c.rank; of++) {
         better += c.read(&s.better, of);
         ties += c.read(&s.ties, of);
@@ -435,15 +440,16 @@ __device__ void write_all(int64_t *entries, int width, int current)
         entries[i] = i < padding ? -1 : i - padding;
 }
 
-template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ select_params p, int blocks)
+template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ select_params p)
 {
     __shared__ shared_state s;
-    uint32_t row = blockIdx.x / blocks;
-    cluster c = {blocks, (int)(blockIdx.x % blocks)};
+    int blocks = 1 << p.cluster_shift;
+    uint32_t row = blockIdx.x >> p.cluster_shift;
+    cluster c = {blocks, (int)(blockIdx.x & (blocks - 1))};
     int64_t region;
     start_kernel_behind();
     if (p.from_tokens) {
-        region = max(p.tokens.place(p.first + row / p.groups).position, (int64_t)0) / CSA_REGION;
+        region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
         wait_for_kernel_ahead();
     } else {
         region = *(const int64_t *)p.current.at(row);
@@ -458,13 +464,14 @@ template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(c
         return;
     }
     keys<ROUNDS> k;
-    int each = ((current + blocks - 1) / blocks + 3) / 4 * 4;
+    int each = ((current + blocks - 1) >> p.cluster_shift) + 3 & ~3;
     k.p.scores = (const float *)p.scores.at(row);
     k.p.first = min(each * c.rank, current);
     k.p.end = min(k.p.first + each, current);
+    k.p.fours = (each + ROUND - 1) / ROUND;
     k.p.aligned = p.aligned;
     k.load();
-    find_threshold(s, c, k, (uint32_t)width);
+    find_threshold(s, c, k, current, (uint32_t)width);
     write_chosen(s, c, k, entries);
     if (c.rank == 0 && threadIdx.x == 0)
         entries[width] = current;
@@ -483,10 +490,12 @@ int cluster_size(const csa_context *context, int64_t rows, int64_t regions)
     return blocks;
 }
 
-csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap, void *stream)
+csa_status queue_select(const csa_context *context, select_params &p, int64_t rows, bool overlap, void *stream)
 {
     int64_t regions = p.regions;
     int blocks = cluster_size(context, rows, regions);
+    while (1 << p.cluster_shift < blocks)
+        p.cluster_shift++;
     int64_t rounds = (regions + (int64_t)blocks * ROUND - 1) / ((int64_t)blocks * ROUND);
     csa_launch l;
     l.grid = dim3((unsigned)(rows * blocks));
@@ -499,7 +508,7 @@ csa_status queue_select(const csa_context *context, const select_params &p, int6
                      : rounds <= 4 ? select_kernel<4>
                      : rounds <= 8 ? select_kernel<8>
                                    : select_kernel<0>,
-                     l, p, blocks);
+                     l, p);
 }
 
 } // namespace

@@ -44,9 +44,10 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_spa
     attend.scale = a->scale;
     attend.stream = a->stream;
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1);
-    if (status == CSA_OK)
+    int stop = getenv("CSA_STOP") ? atoi(getenv("CSA_STOP")) : 3;
+    if (status == CSA_OK && stop > 1)
         status = csa_cuda_select_span(context, &select, a->tokens, span, scratch->counters, csa_split_rows(shape));
-    if (status == CSA_OK)
+    if (status == CSA_OK && stop > 2)
         status = csa_cuda_attend_span(context, &attend, span, scratch, csa_split_rows(shape));
     return status;
 }

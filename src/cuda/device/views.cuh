@@ -56,6 +56,12 @@ template <bool ALIGNED> static __device__ __forceinline__ uint4 load_16(const ui
     return ALIGNED ? __ldg((const uint4 *)p) : load_16_bytes(p);
 }
 
+/* Dividing costs as much as a load from the cache; most often there is one group, one token. */
+static __device__ __forceinline__ uint32_t quotient(uint32_t a, uint32_t b)
+{
+    return b == 1 ? a : a / b;
+}
+
 /* ---- Tokens ------------------------------------------------------------------------------------- */
 
 /* Where a token stands and whose it is: tokens.h, in the device's terms. */
@@ -76,7 +82,7 @@ struct token_source {
 
     __device__ int owner_of(uint32_t token) const
     {
-        int64_t owner = token / query_len;
+        int64_t owner = quotient(token, query_len);
         if (owners) {
             owner = *(const int64_t *)(owners + token * owner_step);
         } else if (query_start) { /* the last request that starts at or before the token */
@@ -136,14 +142,12 @@ struct block_map {
     {
         return owner < 0 ? nullptr : (const int32_t *)(table + owner * row_step);
     }
-    /* The block in a column; -1 if there is none. */
-    __device__ int block(const int32_t *row, uint32_t column) const
+    /* What the table says of a column, which `valid` has to judge; -1 where the table has no such column. */
+    __device__ int entry(const int32_t *row, uint32_t column) const
     {
-        if (!row || column >= columns)
-            return -1;
-        uint32_t block = (uint32_t)__ldg(row + column);
-        return block < blocks ? (int)block : -1;
+        return row && column < columns ? __ldg(row + column) : -1;
     }
+    __device__ bool valid(int entry) const { return (uint32_t)entry < blocks; }
 };
 
 static inline block_map csa_block_map(const csa_tensor &table, int64_t blocks)
