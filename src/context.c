@@ -12,6 +12,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 /* ---- Error text and version --------------------------------------------------------------------- */
 
@@ -168,11 +171,8 @@ static void run_chunks(void *task_data, int32_t task)
     atomic_fetch_add_explicit(&l->finished, 1, memory_order_relaxed);
 }
 
-csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data)
+static csa_status run_tasks(const csa_context *context, int32_t tasks, int64_t count, csa_body body, void *data)
 {
-    if (count <= 0)
-        return CSA_OK;
-    int32_t tasks = count < context->threads ? (int32_t)count : context->threads;
     loop l = {.count = count, .chunk = count / (8 * (int64_t)tasks) + 1, .body = body, .data = data};
     if (tasks == 1)
         run_chunks(&l, 0);
@@ -182,6 +182,21 @@ csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body
     if (finished != tasks)
         return csa_fail(CSA_ERROR_INTERNAL, "parallel_for ran %d tasks of %d", finished, (int)tasks);
     return CSA_OK;
+}
+
+csa_status csa_parallel_small(const csa_context *context, int64_t count, int64_t cost, csa_body body,
+                              void *data)
+{
+    if (count <= 0)
+        return CSA_OK;
+    int64_t per_task = (CSA_TASK_COST + cost - 1) / cost, tasks = count / per_task;
+    tasks = tasks < 1 ? 1 : tasks < context->threads ? tasks : context->threads;
+    return run_tasks(context, (int32_t)tasks, count, body, data);
+}
+
+csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data)
+{
+    return csa_parallel_small(context, count, CSA_TASK_COST, body, data);
 }
 
 /* ---- Contexts ----------------------------------------------------------------------------------- */
@@ -235,10 +250,23 @@ void csa_return_scratch(const csa_context *context)
     atomic_flag_clear_explicit(&context->scratch->busy, memory_order_release);
 }
 
+/* Whole huge pages, if the system has them to give. */
+static void *huge_pages(size_t bytes)
+{
+    const size_t page = (size_t)2 << 20;
+    bytes = (bytes + page - 1) / page * page;
+    void *memory = aligned_alloc(page, bytes);
+#ifdef MADV_HUGEPAGE
+    if (memory)
+        (void)madvise(memory, bytes, MADV_HUGEPAGE); /* advice: small pages do the same */
+#endif
+    return memory;
+}
+
 static csa_scratch *make_scratch(size_t bytes)
 {
     csa_scratch *made = calloc(1, sizeof *made);
-    if (made && !(made->memory = malloc(bytes))) {
+    if (made && !(made->memory = huge_pages(bytes))) {
         free(made);
         return NULL;
     }

@@ -48,4 +48,13 @@ typedef void (*csa_body)(void *data, int64_t index);
  * only if the caller's parallel_for left tasks out. */
 csa_status csa_parallel(const csa_context *context, int64_t count, csa_body body, void *data);
 
+/* The same for elements that take about `cost` nanoseconds each, few of which are not worth waking a thread
+ * for: a task gets CSA_TASK_COST at least. */
+csa_status csa_parallel_small(const csa_context *context, int64_t count, int64_t cost, csa_body body,
+                              void *data);
+
+/* A team that spins answers within 2 us and pays from 4 to 10 us of work on; one that sleeps takes 10 to 100.
+ */
+enum { CSA_TASK_COST = 3000 };
+
 #endif

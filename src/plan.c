@@ -31,15 +31,14 @@ static size_t record_bytes(const csa_step_shape *shape)
 
 int64_t csa_split_rows(const csa_step_shape *shape)
 {
-    size_t fitting = shape->limit / 4 / (counter_bytes() + record_bytes(shape));
+    size_t fitting = shape->limit / 8 / (counter_bytes() + record_bytes(shape));
     return !shape->cuda ? 0 : fitting < CSA_SPLIT_ROWS ? (int64_t)fitting : CSA_SPLIT_ROWS;
 }
 
 /* What does not grow with a chunk: gaps for alignment, and parts. */
 static size_t fixed_bytes(const csa_step_shape *shape)
 {
-    return (size_t)ALIGNMENT * ARRAYS +
-           (size_t)csa_split_rows(shape) * (counter_bytes() + record_bytes(shape));
+    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_split_rows(shape) * (counter_bytes() + record_bytes(shape));
 }
 
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where

@@ -35,12 +35,12 @@ int64_t csa_score_stride(const csa_step_shape *shape);
 int64_t csa_chunk_tokens(const csa_step_shape *shape);
 
 /*
- * Parts of rows on cuda. A row's list is cut into pieces; with few rows, each piece of a row leaves a record of its
- * maxima, sums and values, and a counter tells the last one to join them.
+ * Parts of rows on cuda. A row's list is cut into pieces; with few rows, each piece of a row leaves a record of
+ * its maxima, sums and values, and a counter tells the last one to join them.
  */
 enum {
     CSA_PIECE = 64,      /* list entries */
-    CSA_SPLIT_ROWS = 256, /* at most; more rows keep a device busy whole */
+    CSA_SPLIT_ROWS = 48, /* at most; more rows keep a device busy whole */
     CSA_RECORD_RANKS = 8,
     CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
 };

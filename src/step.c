@@ -135,14 +135,23 @@ csa_tokens csa_decode_part(const csa_tokens *tokens, const csa_plan *plan, int64
     return part;
 }
 
-/* Summarize and step on tokens [first, first + count), which `tokens` describes. */
+static csa_status summarize(const csa_context *context, const csa_plan *plan, const csa_summarize_args *args)
+{
+    const csa_stages *stages = context->stages;
+    return plan                          ? stages->summarize_prefill(context, args)
+           : args->tokens->query_len > 1 ? stages->summarize_verify(context, args)
+                                         : stages->summarize_decode(context, args);
+}
+
+/* Summarize and step on tokens [first, first + count), which `tokens` describes; `unprepared`:
+ * prepare, too. */
 static csa_status run_part(const csa_context *context, const csa_plan *plan, const csa_layer_args *a,
-                           const csa_tokens *tokens, int64_t first, int64_t count)
+                           const csa_tokens *tokens, int64_t first, int64_t count, bool unprepared)
 {
     const csa_prepare_args *p = a->prepare;
     int64_t groups = p->query.shape[1];
     csa_rows rows_out = csa_slice_rows(a->rows_out, first * groups, count * groups);
-    csa_summarize_args summarize = {
+    csa_summarize_args rows = {
         .tokens = tokens,
         .cache = p->cache,
         .key = csa_slice(p->index_key_out, first, count),
@@ -168,9 +177,8 @@ static csa_status run_part(const csa_context *context, const csa_plan *plan, con
         .stream = p->stream,
     };
     const csa_stages *stages = context->stages;
-    csa_status status = plan                    ? stages->summarize_prefill(context, &summarize)
-                        : tokens->query_len > 1 ? stages->summarize_verify(context, &summarize)
-                                                : stages->summarize_decode(context, &summarize);
+    csa_status status =
+        unprepared ? stages->prepare_and_summarize(context, p, &rows) : summarize(context, plan, &rows);
     return status == CSA_OK ? stages->step(context, plan, &step) : status;
 }
 
@@ -178,14 +186,15 @@ csa_status csa_host_layer(const csa_context *context, const csa_plan *plan, cons
 {
     const csa_tokens *all = args->prepare->tokens;
     int64_t tokens = args->prepare->query.shape[0], prefill = plan ? plan->shape.tokens : 0;
-    csa_status status = context->stages->prepare(context, args->prepare);
+    bool fused = !plan && context->stages->prepare_and_summarize;
+    csa_status status = fused ? CSA_OK : context->stages->prepare(context, args->prepare);
     if (status == CSA_OK && plan) {
         csa_tokens part = csa_prefill_part(all, plan);
-        status = run_part(context, plan, args, &part, 0, prefill);
+        status = run_part(context, plan, args, &part, 0, prefill, false);
     }
     if (status == CSA_OK && tokens > prefill) {
         csa_tokens part = csa_decode_part(all, plan, tokens);
-        status = run_part(context, NULL, args, &part, prefill, tokens - prefill);
+        status = run_part(context, NULL, args, &part, prefill, tokens - prefill, fused);
     }
     return status;
 }

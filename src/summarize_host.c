@@ -78,7 +78,7 @@ csa_status csa_host_summarize_decode(const csa_context *context, const csa_summa
                                      csa_summary summary)
 {
     work w = {args, summary};
-    return csa_parallel(context, args->key.shape[0], decode_token, &w);
+    return csa_parallel_small(context, args->key.shape[0], CSA_SUMMARIZE_COST, decode_token, &w);
 }
 
 static void verify_token(const work *w, int64_t base, int64_t token)
@@ -110,7 +110,17 @@ csa_status csa_host_summarize_verify(const csa_context *context, const csa_summa
                                      csa_summary summary)
 {
     work w = {args, summary};
-    return csa_parallel(context, csa_token_requests(args->tokens), verify_request, &w);
+    return csa_parallel_small(context, csa_token_requests(args->tokens),
+                              (int64_t)CSA_SUMMARIZE_COST * args->tokens->query_len, verify_request, &w);
+}
+
+void csa_host_summarize_piece(const csa_summarize_args *args, csa_summary summary, int64_t piece)
+{
+    work w = {args, summary};
+    if (args->tokens->query_len > 1)
+        verify_request(&w, piece);
+    else
+        decode_token(&w, piece);
 }
 
 /* ---- Prefill ------------------------------------------------------------------------------------ */
@@ -179,7 +189,7 @@ csa_status csa_host_summarize_prefill(const csa_context *context, const csa_summ
                                       csa_summary summary)
 {
     work w = {args, summary};
-    csa_status status = csa_parallel(context, args->key.shape[0], close_run, &w);
+    csa_status status = csa_parallel_small(context, args->key.shape[0], CSA_SUMMARIZE_COST, close_run, &w);
     if (status != CSA_OK)
         return status;
     return csa_parallel(context, csa_token_requests(args->tokens), store_tail, &w);

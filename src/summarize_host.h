@@ -8,6 +8,9 @@
 
 #include "context.h"
 
+/* A token's share on average, in nanoseconds: most only copy a row, one of eight makes a summary. */
+enum { CSA_SUMMARIZE_COST = 200 };
+
 /* A closed region's rows in position order: eight, less the inactive tokens that are left out. */
 typedef struct csa_region_rows {
     const uint16_t *key[CSA_REGION], *z[CSA_REGION];
@@ -23,6 +26,9 @@ csa_status csa_host_summarize_verify(const csa_context *context, const csa_summa
                                      csa_summary summary);
 csa_status csa_host_summarize_prefill(const csa_context *context, const csa_summarize_args *args,
                                       csa_summary summary);
+/* One piece of a decode (a token) or a verify step (a request's tokens), for a back end that has made its index
+ * keys just now. */
+void csa_host_summarize_piece(const csa_summarize_args *args, csa_summary summary, int64_t piece);
 csa_status csa_host_summarize_metadata(const csa_context *context, const csa_summarize_args *args);
 
 #endif

@@ -128,5 +128,10 @@ for wrong in '' 'decode prefill' 'fly' 'decode --rows 3' 'decode --json --csv' '
 done
 expect 3 bench decode --index-heads 9
 expect 3 bench decode --backend cuda
+says 'cuda'
+for wrong in --dense --scaling --verify; do
+    expect 2 bench decode --backend cuda $wrong
+    says 'are for back ends of the host'
+done
 expect 3 bench decode --tier none
 expect 3 bench prepare --context 100 --index-heads 8 --no-limits

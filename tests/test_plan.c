@@ -1,9 +1,10 @@
 /*
- * Planning: sizes and layouts as pure functions (src/plan.h), exact workspaces, and plans' lives.
- * SPDX-License-Identifier: Apache-2.0
+ * Planning: sizes and layouts as pure functions (src/plan.h), exact workspaces, plans' lives, a context's
+ * scratch. SPDX-License-Identifier: Apache-2.0
  */
 #include "support.h"
 
+#include "context.h"
 #include "plan.h"
 
 static csa_step_shape draw_shape(test_random *r)
@@ -413,6 +414,22 @@ static void wrong_plans_are_refused(void **state)
     csa_context_destroy(context);
 }
 
+/* A context's scratch starts on a huge page, and one call at a time has it. */
+static void scratch_is_on_huge_pages(void **state)
+{
+    (void)state;
+    csa_context *context;
+    csa_context_options options = {.size = sizeof options, .backend = CSA_BACKEND_CPU, .threads = 2};
+    CHECK_OK(csa_context_create(&options, &context));
+    char *scratch = csa_take_scratch(context);
+    CHECK(scratch && (uintptr_t)scratch % (2 << 20) == 0);
+    CHECK(!csa_take_scratch(context));
+    csa_return_scratch(context);
+    CHECK(csa_take_scratch(context) == scratch);
+    csa_return_scratch(context);
+    csa_context_destroy(context);
+}
+
 int main(void)
 {
     test_needs_host("it links the library's objects themselves, the mirror cannot stand in front of them");
@@ -426,6 +443,7 @@ int main(void)
         cmocka_unit_test(positions_are_upper_bounds),
         cmocka_unit_test(bad_plans_are_refused),
         cmocka_unit_test(wrong_plans_are_refused),
+        cmocka_unit_test(scratch_is_on_huge_pages),
     };
     test_seed();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -199,6 +199,34 @@ static void layer_is_its_parts(void **state)
     }
 }
 
+/* Without a plan the first two stages may run as one; with many requests on several threads. */
+static void layer_without_a_plan_is_its_parts(void **state)
+{
+    (void)state;
+    for (int draw = 0; draw < test_draws(60); draw++) {
+        test_set_draw(draw);
+        test_random r = random_of((uint64_t)draw, 23);
+        csa_context *other = others[draw % 4];
+        world_shape shape = draw_shape(&r);
+        shape.requests = RANDOM_OF(&r, 1, 2, 5, 30);
+        world whole, parts;
+        world_make(&whole, shape, (uint64_t)draw);
+        world_make(&parts, shape, (uint64_t)draw);
+        csa_layer_args layer = world_layer(&whole);
+        CHECK_OK(csa_layer(other, NULL, &layer));
+        csa_summarize_args summarize = world_summarize(&parts);
+        csa_rows rows;
+        csa_step_args step = step_of(&parts, &parts.step, &rows, 0, shape.requests);
+        CHECK_OK(csa_prepare(context, &parts.prepare));
+        CHECK_OK(shape.query_len > 1 ? csa_summarize_verify(context, &summarize)
+                                     : csa_summarize_decode(context, &summarize));
+        CHECK_OK(csa_decode(context, &step));
+        arena_expect_equal(&whole.memory, &parts.memory, "scores");
+        world_end(&whole);
+        world_end(&parts);
+    }
+}
+
 /* out may be the query's own memory; absent outputs change nothing in the others. */
 static void outputs_are_optional(void **state)
 {
@@ -251,6 +279,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(layer_is_its_parts),
+        cmocka_unit_test(layer_without_a_plan_is_its_parts),
         cmocka_unit_test(outputs_are_optional),
         cmocka_unit_test(nothing_is_legal),
     };

@@ -181,6 +181,42 @@ static void counts_stay_within_threads(void **state)
     world_end(&w);
 }
 
+/* How often a layer step of so many requests asks for threads, and how often csa_decode alone. */
+static void count_calls(int32_t requests, int32_t *layer_calls, int32_t *step_calls)
+{
+    asked a = {0};
+    csa_context *context =
+        test_context((csa_context_options){.threads = 2, .parallel_for = asking_for, .pool = &a});
+    world w;
+    world_make(&w, (world_shape){.requests = requests}, 1);
+    csa_layer_args layer = world_layer(&w);
+    csa_step_args step = world_step(&w);
+    CHECK_OK(csa_layer(context, NULL, &layer)); /* the workspace is warm from here on */
+    a.calls = 0;
+    CHECK_OK(csa_layer(context, NULL, &layer));
+    *layer_calls = a.calls;
+    CHECK_OK(csa_decode(context, &step));
+    *step_calls = a.calls - *layer_calls;
+    csa_context_destroy(context);
+    world_end(&w);
+}
+
+/* A few tokens are prepared and summarised by the caller alone, many by a single call of parallel_for. */
+static void small_loops_wake_nobody(void **state)
+{
+    (void)state;
+    csa_context *context = test_context((csa_context_options){.threads = 2});
+    bool cpu = csa_context_backend(context) == CSA_BACKEND_CPU;
+    csa_context_destroy(context);
+    if (!cpu)
+        skip();
+    int32_t layer, step;
+    count_calls(2, &layer, &step);
+    CHECKF(layer == step, "%d calls, %d in the step", (int)layer, (int)step);
+    count_calls(100, &layer, &step);
+    CHECKF(layer == step + 1, "%d calls, %d in the step", (int)layer, (int)step);
+}
+
 static void a_dropped_task_is_noticed(void **state)
 {
     (void)state;
@@ -190,7 +226,7 @@ static void a_dropped_task_is_noticed(void **state)
         test_context((csa_context_options){.threads = 3, .parallel_for = asking_for, .pool = &a});
     csa_context *good = test_context((csa_context_options){.threads = 3, .parallel_for = serial_for});
     world w;
-    world_make(&w, (world_shape){.requests = 6, .groups = 2, .query_len = 1}, 1);
+    world_make(&w, (world_shape){.requests = 60, .groups = 2, .query_len = 1}, 1); /* enough for three tasks */
     csa_summarize_args summarize = world_summarize(&w);
     csa_score_args score = world_score(&w);
     csa_select_args select = world_select(&w);
@@ -220,7 +256,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hosts_share_a_context),           cmocka_unit_test(hosts_have_contexts),
         cmocka_unit_test(tasks_run_in_any_order_anywhere), cmocka_unit_test(counts_stay_within_threads),
-        cmocka_unit_test(a_dropped_task_is_noticed),
+        cmocka_unit_test(small_loops_wake_nobody),         cmocka_unit_test(a_dropped_task_is_noticed),
     };
     test_seed();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -16,6 +16,7 @@ typedef struct bench {
     bench_report report;
     csa_context *contexts[2]; /* of each team */
     bench_setup setups[2];
+    const bench_device *device; /* NULL: measures on the host */
 } bench;
 
 /* ---- Before the first sample -------------------------------------------------------------------- */
@@ -29,10 +30,23 @@ static int make_context(bench *b, int team, int32_t threads)
     if (status)
         return tool_library_error("bench", "csa_context_create", status);
     s->context = b->contexts[team];
-    b->report.threads[team] = csa_context_threads(s->context);
-    if (csa_context_backend(s->context) == CSA_BACKEND_CUDA)
-        return tool_fail(TOOL_UNSUPPORTED, "bench", "the cuda back end is not supported by this command yet");
+    b->report.threads[team] = b->device ? 0 : csa_context_threads(s->context);
+    s->device = b->device;
     return TOOL_OK;
+}
+
+/* The device, before a context is made on it: its name and cache are the machine's. */
+static int open_device(bench *b)
+{
+    bench_report *r = &b->report;
+    char why[256];
+    int code = TOOL_OK;
+    if (b->options.backend != CSA_BACKEND_CUDA)
+        return TOOL_OK;
+    if (csa_backend_describe(CSA_BACKEND_CUDA, why, sizeof why) != CSA_OK)
+        return tool_fail(TOOL_UNSUPPORTED, "bench", "the cuda back end cannot be used here: %s", why);
+    b->device = bench_device_open(r->processor, sizeof r->processor, &r->machine.last_cache, &code);
+    return code;
 }
 
 static int make_teams(bench *b)
@@ -67,7 +81,8 @@ static int check_memory(bench *b, int team, const bench_shape *shape, uint64_t *
         return code;
     bench_parts parts =
         bench_parts_of(bench_items_of(&b->options, shape) | (b->options.verify ? 1U << BENCH_ATTEND : 0));
-    uint64_t available = bench_available(), machine = b->report.machine.buffer ? 0 : BENCH_MACHINE_BYTES;
+    uint64_t available = b->device ? b->device->available() : bench_available();
+    uint64_t machine = b->device || b->report.machine.buffer ? 0 : BENCH_MACHINE_BYTES;
     *bytes = bench_bytes(shape, parts, b->setups[team].workspace);
     if (cost_add(*bytes, machine) > available)
         return tool_fail(TOOL_USAGE, "bench",
@@ -91,8 +106,13 @@ static int check_shapes(bench *b)
 static int measure_machine(bench *b)
 {
     bench_report *r = &b->report;
-    bench_processor(r->processor, sizeof r->processor);
     r->load = bench_load();
+    if (b->device) {
+        if (!b->options.no_limits)
+            r->limits[0] = b->device->limits();
+        return bench_device_check(b->device);
+    }
+    bench_processor(r->processor, sizeof r->processor);
     if (!bench_machine_open(&r->machine, !b->options.no_limits || b->options.cold))
         return tool_fail(TOOL_INTERNAL, "bench", "no memory to measure the machine with");
     for (int team = 0; team < r->teams && !b->options.no_limits; team++)
@@ -182,7 +202,9 @@ static int run_shapes(bench *b)
 
 static int measure(bench *b)
 {
-    int code = make_teams(b);
+    int code = open_device(b);
+    if (code == TOOL_OK)
+        code = make_teams(b);
     if (code == TOOL_OK)
         code = check_shapes(b);
     if (code == TOOL_OK)

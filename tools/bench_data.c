@@ -38,23 +38,23 @@ static void lay_out_tokens(bench_data *d)
 {
     const cost_model *m = &d->shape.model;
     bench_memory *memory = &d->memory;
-    d->table = bench_take(memory, BENCH_EMPTY, sizeof *d->table, m->batch, d->columns);
-    d->query_start = bench_take(memory, BENCH_EMPTY, sizeof *d->query_start, m->batch + 1, 1);
-    d->ring_base = bench_take(memory, BENCH_EMPTY, sizeof *d->ring_base, m->batch, 1);
-    d->slots = bench_take(memory, BENCH_EMPTY, sizeof *d->slots, d->count, 1);
-    d->positions = bench_take(memory, BENCH_EMPTY, sizeof *d->positions, d->count, 1);
-    d->owners = bench_take(memory, BENCH_EMPTY, sizeof *d->owners, d->count, 1);
-    d->current = bench_take(memory, BENCH_EMPTY, sizeof *d->current, d->count, m->groups);
+    d->table = bench_take(memory, BENCH_IDS, sizeof *d->table, m->batch, d->columns);
+    d->query_start = bench_take(memory, BENCH_IDS, sizeof *d->query_start, m->batch + 1, 1);
+    d->ring_base = bench_take(memory, BENCH_IDS, sizeof *d->ring_base, m->batch, 1);
+    d->slots = bench_take(memory, BENCH_IDS, sizeof *d->slots, d->count, 1);
+    d->positions = bench_take(memory, BENCH_IDS, sizeof *d->positions, d->count, 1);
+    d->owners = bench_take(memory, BENCH_IDS, sizeof *d->owners, d->count, 1);
+    d->current = bench_take(memory, BENCH_IDS, sizeof *d->current, d->count, m->groups);
     d->tokens = (csa_tokens){
         .size = sizeof d->tokens,
-        .block_table = csa_tensor_2d(d->table, CSA_I32, m->batch, d->columns),
-        .slots = csa_tensor_1d(d->slots, CSA_I64, d->count),
-        .positions = csa_tensor_1d(d->positions, CSA_I64, d->count),
-        .ring_base = csa_tensor_1d(d->ring_base, CSA_I64, m->batch),
+        .block_table = csa_tensor_2d(bench_there(memory, d->table), CSA_I32, m->batch, d->columns),
+        .slots = csa_tensor_1d(bench_there(memory, d->slots), CSA_I64, d->count),
+        .positions = csa_tensor_1d(bench_there(memory, d->positions), CSA_I64, d->count),
+        .ring_base = csa_tensor_1d(bench_there(memory, d->ring_base), CSA_I64, m->batch),
         .query_len = d->prefill ? 0 : (int32_t)m->query_len,
     };
     if (d->prefill)
-        d->tokens.query_start = csa_tensor_1d(d->query_start, CSA_I32, m->batch + 1);
+        d->tokens.query_start = csa_tensor_1d(bench_there(memory, d->query_start), CSA_I32, m->batch + 1);
 }
 
 static csa_tensor lay_out_kv(bench_data *d, int64_t blocks)
@@ -168,15 +168,15 @@ static void lay_out_ranking(bench_data *d)
         .size = sizeof d->score,
         .tokens = &d->tokens,
         .cache = &d->cache,
-        .query = index_query(d, BENCH_E4M3),
-        .weights = index_weights(d, BENCH_WEIGHTS),
+        .query = index_query(d, d->prefill ? BENCH_TOPICS : BENCH_E4M3),
+        .weights = index_weights(d, d->prefill ? BENCH_WEIGHTS : BENCH_SIGNED),
         .scores = csa_tensor_2d(bench_take(&d->memory, BENCH_EMPTY, sizeof(float), chunk, d->regions), CSA_F32,
                                 chunk, d->regions),
     };
     d->select = (csa_select_args){
         .size = sizeof d->select,
         .scores = d->score.scores,
-        .current = csa_tensor_1d(d->current, CSA_I64, rows),
+        .current = csa_tensor_1d(bench_there(&d->memory, d->current), CSA_I64, rows),
         .selected = csa_tensor_2d(bench_take(&d->memory, BENCH_EMPTY, sizeof(int64_t), rows, width + 1),
                                   CSA_I64, rows, width + 1),
         .topk = (int32_t)m->topk,
@@ -238,6 +238,12 @@ static void lay_out_steps(bench_data *d, size_t workspace)
     };
 }
 
+static void set_stream(bench_data *d, void *stream)
+{
+    d->prepare.stream = d->summarize.stream = d->score.stream = d->select.stream = stream;
+    d->attend.stream = d->gate.stream = d->step.stream = stream;
+}
+
 static void lay_out(bench_data *d, size_t workspace)
 {
     derive(d);
@@ -251,6 +257,8 @@ static void lay_out(bench_data *d, size_t workspace)
     lay_out_steps(d, workspace);
     if (d->parts.dense)
         bench_lay_out_dense(d);
+    if (d->memory.device)
+        set_stream(d, d->memory.device->stream());
 }
 
 /* ---- What is not random, or not only ------------------------------------------------------------ */
@@ -280,19 +288,27 @@ void bench_stand(bench_data *d, int64_t back)
         for (int64_t g = 0; g < m->groups; g++)
             d->current[t * m->groups + g] = position / CSA_REGION;
     }
+    bench_send_ids(&d->memory);
+}
+
+/* Zeros what follows the real heads of each row. */
+static void clear_padding(bench_data *d, void *data, size_t head)
+{
+    int64_t rows = d->count * d->shape.model.groups, padded = cost_padded_heads(&d->shape.model);
+    size_t pitch = (size_t)padded * head, kept = (size_t)d->shape.model.index_heads * head;
+    char *first = (char *)data + kept;
+    if (d->memory.device)
+        d->memory.device->clear(first, pitch, pitch - kept, (size_t)rows);
+    else
+        for (int64_t row = 0; row < rows; row++)
+            memset(first + (size_t)row * pitch, 0, pitch - kept);
 }
 
 /* Heads past the real ones are zero, as csa_prepare leaves them. */
 static void pad_index_heads(bench_data *d)
 {
-    int64_t real = d->shape.model.index_heads, padded = cost_padded_heads(&d->shape.model);
-    uint8_t *query = d->score.query.data;
-    float *weights = d->score.weights.data;
-    for (int64_t row = 0; row < d->count * d->shape.model.groups; row++)
-        for (int64_t h = real; h < padded; h++) {
-            memset(query + (row * padded + h) * CSA_SUMMARY_SIZE, 0, CSA_SUMMARY_SIZE);
-            weights[row * padded + h] = 0;
-        }
+    clear_padding(d, d->score.query.data, CSA_SUMMARY_SIZE);
+    clear_padding(d, d->score.weights.data, sizeof(float));
 }
 
 static void fill(bench_data *d)
@@ -300,11 +316,11 @@ static void fill(bench_data *d)
     const cost_model *m = &d->shape.model;
     bench_fill_memory(&d->memory, csa_context_threads(d->context));
     shuffle_blocks(d);
-    bench_stand(d, 0);
     for (int64_t request = 0; request <= m->batch; request++)
         d->query_start[request] = (int32_t)(request * d->per_request);
     for (int64_t request = 0; request < m->batch; request++)
         d->ring_base[request] = request * ring_capacity(m);
+    bench_stand(d, 0);
     if (d->parts.ranked)
         pad_index_heads(d);
     if (d->parts.dense)
@@ -358,14 +374,16 @@ static int warm_up(bench_data *d)
 
 int bench_open(bench_data *d, const bench_shape *shape, bench_parts parts, const bench_setup *setup)
 {
-    *d = (bench_data){.shape = *shape, .parts = parts, .context = setup->context};
+    *d = (bench_data){
+        .shape = *shape, .parts = parts, .context = setup->context, .memory.device = setup->device};
     lay_out(d, setup->workspace);
     uint64_t bytes = d->memory.bytes;
     if (!bench_allocate(&d->memory))
         return tool_fail(TOOL_INTERNAL, "bench", "no memory for %" PRIu64 " bytes", bytes);
     lay_out(d, setup->workspace);
     fill(d);
-    return warm_up(d);
+    int code = setup->device ? bench_device_check(setup->device) : TOOL_OK;
+    return code == TOOL_OK ? warm_up(d) : code;
 }
 
 void bench_close(bench_data *d)
@@ -400,7 +418,7 @@ void bench_chunk_at(const bench_data *d, int64_t first, bench_chunk *c)
         .size = sizeof c->tokens,
         .block_table = d->tokens.block_table,
         .positions = rows_of(d->tokens.positions, first, count, sizeof(int64_t)),
-        .owners = csa_tensor_1d(d->owners + first, CSA_I64, count),
+        .owners = csa_tensor_1d(bench_there(&d->memory, d->owners + first), CSA_I64, count),
     };
     c->score.tokens = &c->tokens;
     c->score.query = rows_of(d->score.query, first, count, 1);

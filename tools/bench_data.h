@@ -67,6 +67,7 @@ typedef struct bench_data {
 typedef struct bench_setup {
     csa_context_options options;
     const csa_context *context;
+    const bench_device *device; /* where its memory lies; NULL: on the host */
     size_t workspace;
 } bench_setup;
 

@@ -35,7 +35,7 @@ static bound compute_bound(const bench_limits *l, int item, uint64_t operations)
     bool dots = item == BENCH_SCORE || item == BENCH_ATTEND || item == BENCH_DENSE;
     if (dots && l->bf16 > 0)
         return (bound){"bf16", (double)operations / l->bf16};
-    return (bound){"fp32", (double)operations / l->fp32};
+    return (bound){"fp32", l->fp32 > 0 ? (double)operations / l->fp32 : 0}; /* 0: not measured */
 }
 
 typedef struct judging {

@@ -9,12 +9,12 @@
 
 /* Bytes and operations per second, of `threads` threads together. */
 typedef struct bench_limits {
-    int32_t threads;
+    int32_t threads;  /* 0: a device's */
     double stream;    /* reading memory from one end to the other */
     double cache;     /* the same, over a quarter of the last-level cache again and again */
     double gather[2]; /* regions from all over the memory: of a bf16 cache (6144 bytes), e4m3 (3072) */
     double bf16;      /* dot products of bf16 pairs summed in fp32; 0 if no instruction does that */
-    double fp32;      /* fused multiply-adds */
+    double fp32;      /* fused multiply-adds; 0: not measured */
 } bench_limits;
 
 enum { BENCH_MACHINE_BYTES = 512 << 20 };

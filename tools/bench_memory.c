@@ -25,9 +25,23 @@ void *bench_take(bench_memory *m, bench_fill fill, size_t size, int64_t n0, int6
     uint64_t bytes = cost_mul(size, cost_mul((uint64_t)n0, (uint64_t)n1));
     /* Large pieces begin a page of their own, so that none shares one with what is written beside it. */
     uint64_t offset = round_up(m->bytes, bytes < HUGE_PAGE ? BENCH_ALIGNMENT : HUGE_PAGE);
-    m->pieces[m->count++] = (bench_piece){offset, bytes, fill};
+    m->pieces[m->count++] = (bench_piece){offset, bytes, cost_mul(size, (uint64_t)n1), fill};
     m->bytes = cost_add(offset, bytes);
-    return m->base ? m->base + offset : NULL;
+    if (fill == BENCH_IDS)
+        m->ids = m->bytes;
+    char *base = fill == BENCH_IDS ? m->host : m->base;
+    return base ? base + offset : NULL;
+}
+
+void *bench_there(const bench_memory *m, const void *ids)
+{
+    return m->base ? m->base + ((const char *)ids - m->host) : NULL;
+}
+
+void bench_send_ids(const bench_memory *m)
+{
+    if (m->device)
+        m->device->copy_in(m->base, m->host, m->ids);
 }
 
 void *bench_huge(uint64_t bytes)
@@ -43,15 +57,18 @@ void *bench_huge(uint64_t bytes)
 
 bool bench_allocate(bench_memory *m)
 {
-    char *base = bench_huge(m->bytes);
-    *m = (bench_memory){.base = base};
-    return base != NULL;
+    const bench_device *device = m->device;
+    char *base = device ? device->allocate(m->bytes) : bench_huge(m->bytes);
+    *m = (bench_memory){.device = device, .base = base, .host = device ? malloc(m->ids) : base};
+    return m->base && m->host;
 }
 
 void bench_free(bench_memory *m)
 {
-    free(m->base);
-    m->base = NULL;
+    free(m->host);
+    if (m->device)
+        m->device->release(m->base);
+    m->base = m->host = NULL;
 }
 
 /* ---- Values ------------------------------------------------------------------------------------- */
@@ -64,10 +81,13 @@ static uint64_t values(bench_fill fill, uint64_t index)
     case BENCH_BF16:
         return (x & 0x80FF80FF80FF80FFU) | 0x3F003F003F003F00U;
     case BENCH_E4M3:
+    case BENCH_TOPICS:
         return (x & 0x8F8F8F8F8F8F8F8FU) | 0x3030303030303030U;
     case BENCH_WEIGHTS:
+    case BENCH_SIGNED:
         return (x & 0x007FFFFF007FFFFFU) | 0x3F0000003F000000U;
     case BENCH_EMPTY:
+    case BENCH_IDS:
         break;
     }
     return 0;
@@ -93,12 +113,21 @@ static void fill_slab(const bench_memory *m, const bench_piece *p, uint64_t firs
     }
 }
 
-void bench_fill_memory(const bench_memory *m, int32_t threads)
+static void fill_device(const bench_memory *m)
+{
+    for (int i = 0; i < m->count; i++) {
+        const bench_piece *p = &m->pieces[i];
+        if (p->fill > BENCH_IDS)
+            m->device->fill(m->base + p->offset, p->bytes, p->fill, (uint64_t)i, p->row);
+    }
+}
+
+static void fill_host(const bench_memory *m, int32_t threads)
 {
     bool slow = m->bytes > (uint64_t)4 * SLAB;
     for (int i = 0; i < m->count; i++) {
         const bench_piece *p = &m->pieces[i];
-        for (uint64_t at = 0; at < p->bytes && p->fill != BENCH_EMPTY; at += SLAB) {
+        for (uint64_t at = 0; at < p->bytes && p->fill > BENCH_IDS; at += SLAB) {
             uint64_t end = p->bytes - at < SLAB ? p->bytes : at + SLAB;
             fill_slab(m, p, at, end, threads);
             if (slow)
@@ -107,6 +136,14 @@ void bench_fill_memory(const bench_memory *m, int32_t threads)
     }
     if (slow)
         tool_progress("fill (MiB)", (int64_t)(m->bytes >> 20), (int64_t)(m->bytes >> 20));
+}
+
+void bench_fill_memory(const bench_memory *m, int32_t threads)
+{
+    if (m->device)
+        fill_device(m);
+    else
+        fill_host(m, threads);
 }
 
 /* ---- What there is ------------------------------------------------------------------------------ */

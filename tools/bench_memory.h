@@ -6,34 +6,37 @@
 #ifndef CSA_TOOL_BENCH_MEMORY_H
 #define CSA_TOOL_BENCH_MEMORY_H
 
-#include "tool.h"
+#include "bench_device.h"
 
 enum {
     BENCH_PIECES = 48,
     BENCH_ALIGNMENT = 256 /* what a workspace needs */
 };
 
-typedef enum bench_fill {
-    BENCH_EMPTY,  /* written by others */
-    BENCH_BF16,   /* +-[0.5, 2) */
-    BENCH_E4M3,   /* the same */
-    BENCH_WEIGHTS /* fp32 in [0.5, 1) */
-} bench_fill;
-
 typedef struct bench_piece {
-    uint64_t offset, bytes;
+    uint64_t offset, bytes, row; /* a row is all of n1 */
     bench_fill fill;
 } bench_piece;
 
 typedef struct bench_memory {
-    char *base;     /* NULL while counting */
-    uint64_t bytes; /* sticks at UINT64_MAX */
+    const bench_device *device; /* where the memory lies; NULL: on the host */
+    char *base;                 /* NULL while counting */
+    char *host;                 /* what the host writes: base, or a device's ids, which come first */
+    uint64_t ids;               /* bytes from the beginning to the end of the last ids */
+    uint64_t bytes;             /* sticks at UINT64_MAX */
     bench_piece pieces[BENCH_PIECES];
     int count;
 } bench_memory;
 
-/* A piece of n0 * n1 elements of `size` bytes; NULL while counting. */
+/* A piece of n0 * n1 elements of `size` bytes; NULL while counting. Ids are the host's to write, and come
+ * first. */
 void *bench_take(bench_memory *memory, bench_fill fill, size_t size, int64_t n0, int64_t n1);
+
+/* Where the library finds ids. */
+void *bench_there(const bench_memory *memory, const void *ids);
+
+/* Copies them there. */
+void bench_send_ids(const bench_memory *memory);
 
 /* After counting: allocates what was counted, asks for huge pages, and begins anew. False without memory. */
 bool bench_allocate(bench_memory *memory);

@@ -38,8 +38,8 @@ static const char help[] =
     "  --verify           first compare attention with double precision (slow: for small shapes)\n"
     "  --samples N        samples at least (30)\n"
     "  --no-limits        do not measure the machine\n"
-    "  --backend B        ref, cpu or default (default)\n"
-    "  --tier T           instruction sets of the cpu back end, as `csa info` lists them (the best)\n"
+    "  --backend B        ref, cpu, cuda or default (default)\n"
+    "  --tier T           instruction sets of the cpu back end, kernels of the cuda back end: see `csa info`\n"
     "  --threads N        threads (as many as OpenMP would use)\n"
     "  --json, --csv      for programs\n"
     "\n"
@@ -47,6 +47,7 @@ static const char help[] =
     "  csa bench decode --dense\n"
     "  csa bench score --context 1048576 --cold --scaling\n"
     "  csa bench all --groups 4 --kv e4m3 --json\n"
+    "  csa bench decode --backend cuda --batch 8 --gate\n"
     "  csa bench prefill --rows 512 --context 32768\n";
 
 enum { MOST_WORDS = 40, DEFAULT_ROWS = 2048, SHAPE_OPTIONS = 11, ALL_OPTIONS = SHAPE_OPTIONS + 13 };
@@ -259,6 +260,8 @@ bool bench_parse(int argc, char **argv, bench_options *o, bench_shapes *shapes, 
         *code = tool_fail(TOOL_USAGE, "bench", "give either --json or --csv");
     else if (o->scaling && o->threads == 1)
         *code = tool_fail(TOOL_USAGE, "bench", "--scaling compares one thread with more");
+    else if (o->backend == CSA_BACKEND_CUDA && (o->dense || o->scaling || o->verify))
+        *code = tool_fail(TOOL_USAGE, "bench", "--dense, --scaling and --verify are for back ends of the host");
     else
         *code = make_shapes(o, shapes);
     return *code == TOOL_OK;

@@ -36,13 +36,18 @@ static const bench_limits *limits_of(const bench_report *report, int team)
 
 static void print_limits(const bench_limits *l)
 {
-    printf("limits    %d thread%s: memory %.1f GB/s, cache %.1f GB/s, regions of 6144 bytes %.1f GB/s, of 3072 "
+    if (l->threads)
+        printf("limits    %d thread%s: ", l->threads, l->threads > 1 ? "s" : "");
+    else
+        printf("limits    ");
+    printf("memory %.1f GB/s, cache %.1f GB/s, regions of 6144 bytes %.1f GB/s, of 3072 "
            "bytes %.1f GB/s,\n          ",
-           l->threads, l->threads > 1 ? "s" : "", l->stream / 1e9, l->cache / 1e9, l->gather[0] / 1e9,
-           l->gather[1] / 1e9);
+           l->stream / 1e9, l->cache / 1e9, l->gather[0] / 1e9, l->gather[1] / 1e9);
     if (l->bf16 > 0)
-        printf("bf16 dot products %.0f GFLOP/s, ", l->bf16 / 1e9);
-    printf("fp32 %.0f GFLOP/s\n", l->fp32 / 1e9);
+        printf("bf16 dot products %.0f GFLOP/s%s", l->bf16 / 1e9, l->fp32 > 0 ? ", " : "");
+    if (l->fp32 > 0)
+        printf("fp32 %.0f GFLOP/s", l->fp32 / 1e9);
+    putchar('\n');
 }
 
 void bench_print_machine(const bench_report *report)
@@ -51,8 +56,10 @@ void bench_print_machine(const bench_report *report)
     int threads = report->threads[report->teams - 1];
     printf("machine   %s, last-level cache %s, load average before the run %.1f\n", report->processor,
            units_bytes(report->machine.last_cache).s, report->load);
-    printf("back end  %s, tier %s, %d thread%s, %s caches\n", csa_backend_name(report->backend), report->tier,
-           threads, threads > 1 ? "s" : "", cold ? "cold" : "warm");
+    printf("back end  %s, tier %s, ", csa_backend_name(report->backend), report->tier);
+    if (report->backend != CSA_BACKEND_CUDA)
+        printf("%d thread%s, ", threads, threads > 1 ? "s" : "");
+    printf("%s caches\n", cold ? "cold" : "warm");
     for (int team = 0; team < report->teams && !report->options->no_limits; team++)
         print_limits(&report->limits[team]);
 }
@@ -68,7 +75,10 @@ static void print_shape(const bench_run *run)
         printf(", %" PRId64 " rows of prefill", run->shape.rows);
     else if (m->query_len > 1)
         printf(", %" PRId64 " tokens a step", m->query_len);
-    printf("; %d thread%s, %s\n", run->threads, run->threads > 1 ? "s" : "", units_bytes(run->bytes).s);
+    if (run->threads)
+        printf("; %d thread%s, %s\n", run->threads, run->threads > 1 ? "s" : "", units_bytes(run->bytes).s);
+    else
+        printf("; %s\n", units_bytes(run->bytes).s);
 }
 
 static void print_result(const char *name, const bench_result *r, bool scaling)

@@ -8,7 +8,10 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { MOST_SAMPLES = 1000 };
+enum {
+    MOST_SAMPLES = 1000,
+    WARM_CALLS = 5 /* of a graph, so that its own launch counts little */
+};
 
 static const double cheap_seconds = 0.02; /* samples go on for this long */
 static const double slow_seconds = 2;     /* from here on progress is drawn */
@@ -161,6 +164,40 @@ static int steps_of_sample(const bench_data *d, bench_item item)
     return !d->prefill && (item == BENCH_SUMMARIZE || item == BENCH_LAYER) ? CSA_REGION : 1;
 }
 
+/* Planning is the host's work everywhere. */
+static bool on_device(const bench_data *d, bench_item item)
+{
+    return d->memory.device && item != BENCH_PLAN;
+}
+
+/* What a sample on a device replays: calls one behind the other, or a single one, since a second would find the
+ * caches warm. */
+static int record(bench_data *d, bench_item item, bool cold)
+{
+    int code = TOOL_OK;
+    d->memory.device->begin();
+    for (int i = 0; i < (cold ? 1 : WARM_CALLS) && code == TOOL_OK; i++)
+        code = bench_run_item(d, item);
+    d->memory.device->end();
+    return code == TOOL_OK ? bench_device_check(d->memory.device) : code;
+}
+
+static int replay(const bench_device *device, bool cold, double *seconds)
+{
+    *seconds = device->replay(cold) / (cold ? 1 : WARM_CALLS);
+    return bench_device_check(device);
+}
+
+static int call(bench_data *d, bench_item item, const bench_sampling *s, double *seconds)
+{
+    if (s->cold && !d->memory.device)
+        bench_flush(s->cold, s->threads);
+    double start = tool_seconds();
+    int code = bench_run_item(d, item);
+    *seconds = tool_seconds() - start;
+    return code;
+}
+
 static int take_sample(bench_data *d, bench_item item, const bench_sampling *s, double *seconds)
 {
     int steps = steps_of_sample(d, item), code = TOOL_OK;
@@ -168,11 +205,9 @@ static int take_sample(bench_data *d, bench_item item, const bench_sampling *s, 
     for (int back = steps - 1; back >= 0 && code == TOOL_OK; back--) {
         if (steps > 1)
             bench_stand(d, back);
-        if (s->cold)
-            bench_flush(s->cold, s->threads);
-        double start = tool_seconds();
-        code = bench_run_item(d, item);
-        *seconds += (tool_seconds() - start) / steps;
+        double step;
+        code = on_device(d, item) ? replay(d->memory.device, s->cold, &step) : call(d, item, s, &step);
+        *seconds += step / steps;
     }
     return code;
 }
@@ -184,6 +219,8 @@ int bench_measure(bench_data *d, bench_item item, const bench_sampling *s, bench
     if (!seconds)
         return tool_fail(TOOL_INTERNAL, "bench", "no memory for %" PRId64 " samples", most);
     int code = bench_run_item(d, item); /* caches, page tables, threads and clocks warm up */
+    if (code == TOOL_OK && on_device(d, item))
+        code = record(d, item, s->cold);
     double start = tool_seconds(), elapsed = 0;
     while (code == TOOL_OK && count < most && (count < s->least || elapsed < cheap_seconds)) {
         code = take_sample(d, item, s, &seconds[count++]);

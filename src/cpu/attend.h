@@ -4,11 +4,12 @@
  * A row's list is folded in units of 16 entries, counted from its first live one; the units' sums (largest
  * logit, sum of weights, weighted values) join in a fixed binary tree, so that units may be computed anywhere:
  * all units of all rows are cut into equal shares, and what a share knows of a row that it does not hold alone
- * waits in the context's scratch. Within a unit, tiles of a few regions go through an online softmax in base 2.
- * Weights are rounded to bf16 for the product with V, their sum is not.
+ * waits in the context's scratch. Within a unit all logits come first, tile by tile, then one softmax in base
+ * 2, then all values. Weights are rounded to bf16 for the product with V, their sum is not.
  *
- * Two layouts: `wide` (9 to 16 heads) has heads in lanes and broadcasts pairs of K's and V's values, so that
- * nothing is ever summed across lanes; `narrow` (1 to 8 heads) has K's and V's values in lanes.
+ * Two layouts of logits: `wide` (9 to 16 heads) has heads in lanes and broadcasts pairs of K's values, so that
+ * nothing is ever summed across lanes; `narrow` (1 to 8 heads) has K's values in lanes. Weighted values always
+ * have V's dimensions in lanes. All of V, and K but for `wide`, is read where it lies in the cache.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -16,26 +17,24 @@
 enum {
     HEAD_LANES = CSA_MAX_HEADS / LANES, /* vectors that hold 16 heads */
     UNIT = 16,                          /* regions of a unit */
-    TILE = 4,                           /* regions of a tile */
+    UNIT_TOKENS = UNIT * CSA_REGION,
+    TILE = 4, /* regions whose keys are at hand at once */
     TILE_TOKENS = TILE * CSA_REGION,
     PAIRS = CSA_HEAD_SIZE / 2,                 /* pairs of values of a key */
     KEY_VECTORS = CSA_HEAD_SIZE / (2 * LANES), /* of pairs */
     VALUE_VECTORS = CSA_HEAD_SIZE / LANES,     /* of floats */
-    TREE_LEVELS = 14                           /* parts of a row's 65 units that may wait at once */
+    ASK_SHARE = 2 * CSA_HEAD_SIZE * 2 / 64, /* a row's lines at most: one for each of a tile's regions a step */
+    TREE_LEVELS = 14                        /* parts of a row's 65 units that may wait at once */
 };
 
-/* A region of the row's list. */
-typedef struct attend_region {
-    const char *kv; /* its first token */
-    int tokens;     /* 1 to 8 */
-} attend_region;
+#define ATTEND_LINE __attribute__((aligned(64))) /* a vector across two cache lines costs two accesses */
 
-/* The sums over some units, logits in base 2. acc is [192][16 heads] in wide, [heads][192] in narrow. */
+/* The sums over some units, logits in base 2. acc: dimensions in the order of attend_position. */
 typedef struct attend_sums {
     int first, units;
     bool any; /* did a token contribute? */
-    float max[CSA_MAX_HEADS], weight[CSA_MAX_HEADS];
-    float acc[CSA_MAX_HEADS * CSA_HEAD_SIZE];
+    ATTEND_LINE float max[CSA_MAX_HEADS], weight[CSA_MAX_HEADS];
+    ATTEND_LINE float acc[CSA_MAX_HEADS][CSA_HEAD_SIZE];
 } attend_sums;
 
 typedef struct attend_row {
@@ -43,26 +42,50 @@ typedef struct attend_row {
     int64_t token, group, heads, owner, last; /* last: region of the row's position */
     const int64_t *entries;                   /* of its list that are live */
     int count, last_tokens;                   /* of these; tokens of the last region */
-    int64_t token_bytes, row_bytes;
+    int64_t token_bytes;
+    int64_t part_bytes;           /* of a token's key, and of its values */
+    int lines;                    /* cache lines of both */
     float scale;                  /* of dots, to base 2 */
     vp query[PAIRS * HEAD_LANES]; /* wide: [pair][heads]; narrow: [quad][vector][head of quad] */
 } attend_row;
 
-/* A tile's keys and values, ready to use, and where the next tile's rows are. */
-typedef struct attend_tile {
-    int tokens[TILE];
-    const char *next[TILE_TOKENS];
-    uint32_t keys[TILE_TOKENS][PAIRS];
-    uint32_t values[TILE_TOKENS / 2][CSA_HEAD_SIZE]; /* pairs (even token, odd token) */
-} attend_tile;
+/* What is asked for next. */
+typedef struct attend_ahead {
+    const char *const *regions; /* of a tile */
+    int64_t at;                 /* from the start of each */
+    int token, line, due;
+} attend_ahead;
 
-static const uint16_t attend_zeros[CSA_KV_SIZE];
+/* The regions of a unit that contribute tokens. Past the last one there are no tokens, but an address that may
+ * be asked for. */
+typedef struct attend_list {
+    int count, tokens[UNIT];
+    const char *at[UNIT];
+} attend_list;
+
+/* A unit under way. Rows are in bf16, in place or decoded, and zeros for a token that is not seen. */
+typedef struct attend_work {
+    attend_list list, next; /* of this unit, of the one that follows */
+    attend_ahead ahead;     /* in `next` */
+    int regions;            /* rounded up to whole tiles */
+    const uint16_t *keys[TILE_TOKENS], *values[UNIT_TOKENS];
+    ATTEND_LINE float logits[UNIT_TOKENS * CSA_MAX_HEADS];
+    ATTEND_LINE uint32_t weights[UNIT_TOKENS / 2 * CSA_MAX_HEADS]; /* pairs (even token, odd token) */
+    ATTEND_LINE uint16_t key_room[TILE_TOKENS][CSA_HEAD_SIZE], value_room[UNIT_TOKENS][CSA_HEAD_SIZE];
+} attend_work;
+
+ATTEND_LINE static const uint16_t attend_zeros[CSA_HEAD_SIZE];
+
+static bool attend_is_wide(const attend_row *row)
+{
+    return row->heads > 8;
+}
 
 /* ---- Loading ------------------------------------------------------------------------------------ */
 
 static void attend_decode(const uint8_t *codes, uint16_t *to)
 {
-    for (int i = 0; i < CSA_KV_SIZE; i += 4 * LANES) {
+    for (int i = 0; i < CSA_HEAD_SIZE; i += 4 * LANES) {
         vi first, second;
         vp_decode_in_order(codes + i, &first, &second);
         vi_store(to + i, first);
@@ -70,69 +93,81 @@ static void attend_decode(const uint8_t *codes, uint16_t *to)
     }
 }
 
-static void attend_pair_values(const uint16_t *even, const uint16_t *odd, uint32_t *to)
+/* A token's key (part 0) or values (part 1): in place, decoded into `room`, or zeros. */
+static inline const uint16_t *attend_token(const attend_row *row, const attend_work *w, int token, int part,
+                                           uint16_t *room)
 {
-    for (int i = 0; i < CSA_HEAD_SIZE; i += LANES)
-        vi_store(to + i, (vi)vf_load_bf16(even + i) >> 16 | (vi)vf_load_bf16(odd + i));
-}
-
-/* Asks for a cache line of a later token's row. Done between computations: requests that pile up are dropped.
- */
-static inline void attend_ask(const attend_row *row, const char *later, int line)
-{
-    if (line * 64 < row->row_bytes)
-        __builtin_prefetch(later + line * 64, 0, 2);
-}
-
-/* A token's row in bf16: in place, or decoded into `room`; zeros for a token that is not seen. */
-static const uint16_t *attend_token(const attend_row *row, const attend_region *region, int t, bool seen,
-                                    uint16_t *room)
-{
-    if (!seen)
+    int r = token / CSA_REGION, t = token % CSA_REGION;
+    if (t >= w->list.tokens[r])
         return attend_zeros;
-    const char *token = region->kv + t * row->token_bytes;
-    if (row->args->cache->kv.dtype == CSA_BF16)
-        return (const void *)token;
-    attend_decode((const void *)token, room);
+    const char *at = w->list.at[r] + t * row->token_bytes + part * row->part_bytes;
+    if (row->part_bytes == sizeof attend_zeros)
+        return (const void *)at;
+    attend_decode((const void *)at, room);
     return room;
 }
 
-/* The next TILE regions, as far as there are: `count` belong to the unit, `listed` are known. */
-static void attend_load(const attend_row *row, const attend_region *regions, int count, int listed,
-                        attend_tile *tile)
+static void attend_load_keys(const attend_row *row, attend_work *w, int first)
 {
-    uint16_t room[2][CSA_KV_SIZE];
-    for (int i = 0; i < TILE_TOKENS; i += 2) {
-        int r = i / CSA_REGION, t = i % CSA_REGION, seen = r < count ? regions[r].tokens : 0;
-        tile->tokens[r] = seen;
-        const uint16_t *even = attend_token(row, &regions[r], t, t < seen, room[0]);
-        const uint16_t *odd = attend_token(row, &regions[r], t + 1, t + 1 < seen, room[1]);
-        memcpy(tile->keys[i], even, sizeof tile->keys[i]);
-        memcpy(tile->keys[i + 1], odd, sizeof tile->keys[i]);
-        attend_pair_values(even + CSA_HEAD_SIZE, odd + CSA_HEAD_SIZE, tile->values[i / 2]);
-    }
-    for (int i = 0; i < TILE_TOKENS; i++) {
-        int r = i / CSA_REGION + TILE, t = i % CSA_REGION;
-        bool later = r < listed && t < regions[r].tokens;
-        tile->next[i] = later ? regions[r].kv + t * row->token_bytes : (const char *)attend_zeros;
+    for (int i = 0; i < TILE_TOKENS; i++)
+        w->keys[i] = attend_token(row, w, first + i, 0, w->key_room[i]);
+}
+
+static void attend_load_values(const attend_row *row, attend_work *w)
+{
+    for (int i = 0; i < w->regions * CSA_REGION; i++)
+        w->values[i] = attend_token(row, w, i, 1, w->value_room[i]);
+}
+
+/* Asks for two lines of each of TILE regions, lines / share times in two calls: to be called between
+ * computations, for requests that pile up are dropped. Several streams are answered faster than one, and
+ * requests into L1 faster than those into L2, although not all of it stays in L1. */
+static inline void attend_ask(attend_ahead *ahead, const attend_row *row, int share)
+{
+    for (ahead->due += row->lines; ahead->due >= 2 * share; ahead->due -= 2 * share) {
+        for (int r = 0; r < TILE; r++) {
+            __builtin_prefetch(ahead->regions[r] + ahead->at, 0, 3);
+            __builtin_prefetch(ahead->regions[r] + ahead->at + 64, 0, 3);
+        }
+        ahead->at += 128;
+        ahead->line += 2;
+        if (ahead->line < row->lines)
+            continue;
+        ahead->line = 0;
+        ahead->at += row->token_bytes - row->lines * 64;
+        if (++ahead->token < CSA_REGION)
+            continue;
+        ahead->token = 0;
+        ahead->at = 0;
+        ahead->regions += TILE;
     }
 }
 
-/* ---- Online softmax, lane by lane --------------------------------------------------------------- */
+/* ---- Softmax ------------------------------------------------------------------------------------ */
 
-/* What is subtracted from logits: the largest so far; 0 as long as that is -inf, so that weights become 0. */
+/* What is subtracted from logits: the largest; 0 where that is -inf, so that weights become 0. */
 static inline vf attend_base(vf max)
 {
     return vf_choose((vi)(max == vf_set1(-INFINITY)), vf_set1(0), max);
 }
 
-/* Two weights rounded to bf16, the even token's in the low half. */
-static inline vi attend_pair(vf even, vf odd)
+/* Turns n vectors of logits, two tokens after each other, into pairs of weights, lane by lane, and returns
+ * their sum. */
+static inline vf attend_weigh(const float *logits, int n, int stride, vf base, uint32_t *pairs)
 {
-    return vi_bf16(even) | vi_bf16(odd) << 16;
+    vf sum = vf_set1(0);
+    for (int i = 0; i < n; i += 2) {
+        vf even = vf_exp2(vf_load(logits + i * stride) - base);
+        vf odd = vf_exp2(vf_load(logits + (i + 1) * stride) - base);
+        sum = sum + (even + odd);
+        vi_store(pairs + i / 2 * stride, vi_bf16_pairs(even, odd));
+    }
+    return sum;
 }
 
 /* ---- Wide --------------------------------------------------------------------------------------- */
+
+enum { WIDE_TOKENS = 16 / HEAD_LANES }; /* whose logits are computed at once: as many chains hide the latency */
 
 static void wide_query(attend_row *row)
 {
@@ -145,93 +180,57 @@ static void wide_query(attend_row *row)
         row->query[i] = vp_load(&pairs[0][0] + i * LANES);
 }
 
-/* logits[token][heads] of the region whose first key is keys[0]. */
-static inline void wide_logits(const attend_row *row, const uint32_t (*keys)[PAIRS], const char *const *next,
-                               vf (*logits)[HEAD_LANES])
+/* logits[token][heads] of WIDE_TOKENS tokens. */
+static inline void wide_logits(const attend_row *row, attend_work *w, const uint16_t *const *rows,
+                               float *logits)
 {
-    enum { TOKENS = CSA_REGION / HEAD_LANES, PART = PAIRS / CSA_REGION };
-    for (int t = 0; t < CSA_REGION; t += TOKENS) {
-        vf acc[TOKENS][HEAD_LANES];
-        for (int i = 0; i < TOKENS; i++)
-            for (int h = 0; h < HEAD_LANES; h++)
-                acc[i][h] = vf_set1(0);
-        for (int pair = 0; pair < PAIRS; pair += PART)
-            for (int p = 0; p < PART; p++) {
-                attend_ask(row, next[pair / PART], p);
-                for (int i = 0; i < TOKENS; i++)
-                    for (int h = 0; h < HEAD_LANES; h++)
-                        acc[i][h] = vf_dot(acc[i][h], row->query[(pair + p) * HEAD_LANES + h],
-                                           vp_set1(keys[t + i][pair + p]));
-            }
-        memcpy(logits[t], acc, sizeof acc);
+    attend_ahead ahead = w->ahead;
+    ATTEND_LINE uint32_t keys[WIDE_TOKENS][PAIRS]; /* side by side: 16 addresses would not fit in registers */
+    vf acc[WIDE_TOKENS][HEAD_LANES];
+    for (int i = 0; i < WIDE_TOKENS; i++) {
+        memcpy(keys[i], rows[i], sizeof keys[i]);
+        for (int h = 0; h < HEAD_LANES; h++)
+            acc[i][h] = vf_set1(0);
     }
+    for (int pair = 0; pair < PAIRS; pair++) {
+        if (pair % (64 / WIDE_TOKENS) == 0)
+            attend_ask(&ahead, row, ASK_SHARE);
+        for (int i = 0; i < WIDE_TOKENS; i++)
+            for (int h = 0; h < HEAD_LANES; h++)
+                acc[i][h] = vf_dot(acc[i][h], row->query[pair * HEAD_LANES + h], vp_set1(keys[i][pair]));
+    }
+    w->ahead = ahead;
+    for (int i = 0; i < WIDE_TOKENS; i++)
+        for (int h = 0; h < HEAD_LANES; h++)
+            vf_store(logits + i * CSA_MAX_HEADS + h * LANES, acc[i][h] * row->scale);
 }
 
-/* Weights of a tile from its logits, in pairs; updates max and weight and returns the factor for acc. */
-static inline vf wide_softmax(attend_sums *s, int h, const attend_tile *tile, vf (*logits)[HEAD_LANES],
-                              float scale, vp (*pairs)[HEAD_LANES])
+static void wide_tile(const attend_row *row, attend_work *w, int first)
 {
-    vf old = vf_load(s->max + h * LANES), max = old, sum = vf_set1(0);
-    for (int i = 0; i < TILE_TOKENS; i++) {
-        bool seen = i % CSA_REGION < tile->tokens[i / CSA_REGION];
-        logits[i][h] = seen ? logits[i][h] * scale : vf_set1(-INFINITY);
-        max = vf_max(logits[i][h], max);
-    }
-    vf base = attend_base(max), factor = vf_exp2(old - base);
-    for (int i = 0; i < TILE_TOKENS; i += 2) {
-        vf even = vf_exp2(logits[i][h] - base), odd = vf_exp2(logits[i + 1][h] - base);
-        sum = sum + (even + odd);
-        pairs[i / 2][h] = vp_of(attend_pair(even, odd));
-    }
-    vf_store(s->max + h * LANES, max);
-    vf_store(s->weight + h * LANES, vf_load(s->weight + h * LANES) * factor + sum);
-    return factor;
+    for (int i = 0; i < TILE_TOKENS; i += WIDE_TOKENS)
+        wide_logits(row, w, w->keys + i, w->logits + (first + i) * CSA_MAX_HEADS);
 }
 
-enum {
-    WIDE_DIMS = HEAD_LANES == 1 ? 24 : 6
-}; /* accumulators that stay in registers, once loops are unrolled */
-
-static inline void wide_values(attend_sums *s, const attend_tile *tile, const vf *factor,
-                               vp (*pairs)[HEAD_LANES])
+static void wide_softmax(attend_sums *s, attend_work *w)
 {
-    for (int d = 0; d < CSA_HEAD_SIZE; d += WIDE_DIMS) {
-        vf acc[WIDE_DIMS][HEAD_LANES];
-#pragma GCC unroll 24
-        for (int i = 0; i < WIDE_DIMS; i++)
-            for (int h = 0; h < HEAD_LANES; h++)
-                acc[i][h] = vf_load(s->acc + (d + i) * CSA_MAX_HEADS + h * LANES) * factor[h];
-        for (int pair = 0; pair < TILE_TOKENS / 2; pair++) {
-#pragma GCC unroll 24
-            for (int i = 0; i < WIDE_DIMS; i++)
-                for (int h = 0; h < HEAD_LANES; h++)
-                    acc[i][h] = vf_dot(acc[i][h], pairs[pair][h], vp_set1(tile->values[pair][d + i]));
+    int tokens = w->regions * CSA_REGION;
+    for (int h = 0; h < CSA_MAX_HEADS; h += LANES) {
+        vf max = vf_set1(-INFINITY);
+        for (int i = 0; i < tokens; i++) {
+            float *logits = w->logits + i * CSA_MAX_HEADS + h;
+            if (i % CSA_REGION >= w->list.tokens[i / CSA_REGION])
+                vf_store(logits, vf_set1(-INFINITY));
+            max = vf_max(vf_load(logits), max);
         }
-#pragma GCC unroll 24
-        for (int i = 0; i < WIDE_DIMS; i++)
-            for (int h = 0; h < HEAD_LANES; h++)
-                vf_store(s->acc + (d + i) * CSA_MAX_HEADS + h * LANES, acc[i][h]);
+        vf_store(s->max + h, max);
+        vf_store(s->weight + h,
+                 attend_weigh(w->logits + h, tokens, CSA_MAX_HEADS, attend_base(max), w->weights + h));
     }
-}
-
-static void wide_tile(const attend_row *row, const attend_tile *tile, attend_sums *s)
-{
-    vf logits[TILE_TOKENS][HEAD_LANES], factor[HEAD_LANES];
-    vp pairs[TILE_TOKENS / 2][HEAD_LANES];
-    for (int r = 0; r < TILE; r++)
-        wide_logits(row, (const uint32_t(*)[PAIRS])tile->keys + r * CSA_REGION, tile->next + r * CSA_REGION,
-                    logits + r * CSA_REGION);
-    for (int h = 0; h < HEAD_LANES; h++)
-        factor[h] = wide_softmax(s, h, tile, logits, row->scale, pairs);
-    wide_values(s, tile, factor, pairs);
 }
 
 /* ---- Narrow ------------------------------------------------------------------------------------- */
 
-enum {
-    NARROW_REGIONS = LANES / 4,                                      /* of one transpose */
-    NARROW_VECTORS = LANES == 16 ? VALUE_VECTORS : VALUE_VECTORS / 4 /* of a value row, accumulated at a time */
-};
+enum { NARROW_REGIONS = LANES / 4 }; /* of one transpose */
 
 static void narrow_query(attend_row *row)
 {
@@ -242,132 +241,150 @@ static void narrow_query(attend_row *row)
                 (const uint16_t *)csa_at(&row->args->query, row->token, row->group, head) + v * 2 * LANES);
 }
 
-/* Logits of token t of each of NARROW_REGIONS regions, lane region * 4 + head of the quad. */
-static inline vf narrow_logits(const attend_row *row, const vp *query, const uint32_t (*keys)[PAIRS],
-                               const char *const *next, int t)
+/* Logits of one token of each of NARROW_REGIONS regions, lane region * 4 + head of the quad; the first one is
+ * the tile's token `first`. */
+static inline vf narrow_logits(const attend_row *row, attend_work *w, int quad, int first)
 {
+    const vp *query = row->query + quad * KEY_VECTORS * 4;
+    attend_ahead ahead = w->ahead;
     vf acc[LANES];
     for (int i = 0; i < LANES; i++)
         acc[i] = vf_set1(0);
-    for (int v = 0; v < KEY_VECTORS; v++)
+    for (int v = 0; v < KEY_VECTORS; v++) {
+        if (quad == 0 && v % (HEAD_LANES * HEAD_LANES) == 0)
+            attend_ask(&ahead, row, ASK_SHARE);
         for (int r = 0; r < NARROW_REGIONS; r++) {
-            vp k = vp_load(keys[r * CSA_REGION + t] + v * LANES);
-            for (int line = v; line < CSA_KV_SIZE * 2 / 64; line += KEY_VECTORS)
-                attend_ask(row, next[r * CSA_REGION + t], line);
+            vp k = vp_load(w->keys[first + r * CSA_REGION] + v * 2 * LANES);
             for (int h = 0; h < 4; h++)
                 acc[r * 4 + h] = vf_dot(acc[r * 4 + h], k, query[v * 4 + h]);
         }
-    return vf_sums(acc);
+    }
+    w->ahead = ahead;
+    return vf_sums(acc) * row->scale;
 }
 
-/* Turns logits into pairs of weights; updates max and weight of the quad and sets the factors for acc. */
-static inline void narrow_softmax(attend_sums *s, int quad, const int *tokens, vf *logits, float *factor,
-                                  uint32_t (*pairs)[LANES])
+static float *narrow_at(attend_work *w, int quad, int region)
 {
-    float lanes[LANES], base[LANES];
-    uint32_t seen[LANES] = {0};
-    vf max = vf_set1(-INFINITY), sum = vf_set1(0);
-    bool all = true;
-    for (int r = 0; r < NARROW_REGIONS; r++)
-        all = all && tokens[r] == CSA_REGION;
-    for (int t = 0; t < CSA_REGION; t++) {
-        for (int i = 0; !all && i < LANES; i++)
-            seen[i] = t < tokens[i / 4] ? UINT32_MAX : 0;
-        logits[t] = all ? logits[t] : vf_choose(vi_load(seen), logits[t], vf_set1(-INFINITY));
-        max = vf_max(logits[t], max);
+    return w->logits + (quad * UNIT + region) * CSA_REGION * 4;
+}
+
+static void narrow_tile(const attend_row *row, attend_work *w, int first)
+{
+    for (int r = 0; r < TILE; r += NARROW_REGIONS)
+        for (int quad = 0; quad * 4 < row->heads; quad++)
+            for (int t = 0; t < CSA_REGION; t++)
+                vf_store(narrow_at(w, quad, first / CSA_REGION + r) + t * LANES,
+                         narrow_logits(row, w, quad, r * CSA_REGION + t));
+}
+
+/* Logits of a region's tokens that are not seen, lanes `lane` to lane + 3, become -inf. */
+static void narrow_hide(float *logits, int lane, int seen)
+{
+    for (int t = seen; t < CSA_REGION; t++)
+        for (int h = 0; h < 4; h++)
+            logits[t * LANES + lane + h] = -INFINITY;
+}
+
+static void narrow_softmax(attend_sums *s, attend_work *w, int quad)
+{
+    ATTEND_LINE float lanes[LANES], base[LANES], *logits = narrow_at(w, quad, 0);
+    int vectors = w->regions / NARROW_REGIONS * CSA_REGION;
+    vf max = vf_set1(-INFINITY);
+    for (int r = 0; r < w->regions; r++) {
+        int within = r % NARROW_REGIONS;
+        narrow_hide(narrow_at(w, quad, r - within), within * 4, w->list.tokens[r]);
     }
+    for (int i = 0; i < vectors; i++)
+        max = vf_max(vf_load(logits + i * LANES), max);
     vf_store(lanes, max);
     for (int h = 0; h < 4; h++) {
-        float old = s->max[quad * 4 + h], largest = old;
-        for (int r = 0; r < NARROW_REGIONS; r++)
+        float largest = lanes[h];
+        for (int r = 1; r < NARROW_REGIONS; r++)
             largest = lanes[r * 4 + h] > largest ? lanes[r * 4 + h] : largest;
         s->max[quad * 4 + h] = largest;
-        float subtracted = largest == -INFINITY ? 0 : largest;
-        factor[h] = old - subtracted;
         for (int r = 0; r < NARROW_REGIONS; r++)
-            base[r * 4 + h] = subtracted;
+            base[r * 4 + h] = largest == -INFINITY ? 0 : largest;
     }
-    for (int h = 4; h < LANES; h++)
-        factor[h] = 0;
-    vf_store(factor, vf_exp2(vf_load(factor)));
-    for (int t = 0; t < CSA_REGION; t += 2) {
-        vf even = vf_exp2(logits[t] - vf_load(base)), odd = vf_exp2(logits[t + 1] - vf_load(base));
-        sum = sum + (even + odd);
-        vi_store(pairs[t / 2], attend_pair(even, odd));
-    }
-    vf_store(lanes, sum);
+    vf_store(lanes, attend_weigh(logits, vectors, LANES, vf_load(base), w->weights + (logits - w->logits) / 2));
     for (int h = 0; h < 4; h++) {
-        float total = s->weight[quad * 4 + h] * factor[h];
-        for (int r = 0; r < NARROW_REGIONS; r++)
+        float total = lanes[h];
+        for (int r = 1; r < NARROW_REGIONS; r++)
             total += lanes[r * 4 + h];
         s->weight[quad * 4 + h] = total;
     }
 }
 
-/* Adds NARROW_REGIONS regions' values to two heads of a quad. */
-static inline void narrow_values(float *acc, const float *factor, const uint32_t (*values)[CSA_HEAD_SIZE],
-                                 uint32_t (*pairs)[LANES], int h)
+/* ---- Weighted values: dimensions in lanes, for both layouts ------------------------------------- */
+
+enum { SUM_VECTORS = LANES == 16 ? 6 : 2 }; /* of each of four heads' sums, which stay in registers */
+
+/* Where a dimension stands once vi_interleave has paired two tokens' values. */
+static int attend_position(int d)
 {
-    for (int d = 0; d < CSA_HEAD_SIZE; d += NARROW_VECTORS * LANES) {
-        vf sum[2][NARROW_VECTORS];
-        for (int i = 0; i < 2; i++)
-            for (int v = 0; v < NARROW_VECTORS; v++)
-                sum[i][v] = vf_load(acc + (h + i) * CSA_HEAD_SIZE + d + v * LANES) * factor[h + i];
-        for (int r = 0; r < NARROW_REGIONS; r++)
-            for (int pair = 0; pair < CSA_REGION / 2; pair++) {
-                vp first = vp_set1(pairs[pair][r * 4 + h]), second = vp_set1(pairs[pair][r * 4 + h + 1]);
-                for (int v = 0; v < NARROW_VECTORS; v++) {
-                    vp x = vp_load(values[r * CSA_REGION / 2 + pair] + d + v * LANES);
-                    sum[0][v] = vf_dot(sum[0][v], first, x);
-                    sum[1][v] = vf_dot(sum[1][v], second, x);
-                }
-            }
-        for (int i = 0; i < 2; i++)
-            for (int v = 0; v < NARROW_VECTORS; v++)
-                vf_store(acc + (h + i) * CSA_HEAD_SIZE + d + v * LANES, sum[i][v]);
-    }
+    int within = d % (2 * LANES);
+    return d - within + within % 8 / 4 * LANES + within / 8 * 4 + within % 4;
 }
 
-static void narrow_tile(const attend_row *row, const attend_tile *tile, attend_sums *s)
+/* SUM_VECTORS vectors, from dimension d on, of a quad's weighted values. `passes` of them ask for the second
+ * half of the next unit. */
+static inline void attend_values(const attend_row *row, attend_work *w, int quad, int d, int passes,
+                                 float (*to)[CSA_HEAD_SIZE])
 {
-    for (int r = 0; r < TILE && tile->tokens[r]; r += NARROW_REGIONS)
-        for (int quad = 0; quad * 4 < row->heads; quad++) {
-            vf logits[CSA_REGION];
-            float factor[LANES], *acc = s->acc + quad * 4 * CSA_HEAD_SIZE;
-            uint32_t pairs[CSA_REGION / 2][LANES];
-            const vp *query = row->query + quad * KEY_VECTORS * 4;
-            for (int t = 0; t < CSA_REGION; t++)
-                logits[t] = narrow_logits(row, query, (const uint32_t(*)[PAIRS])tile->keys + r * CSA_REGION,
-                                          tile->next + r * CSA_REGION, t) *
-                            row->scale;
-            narrow_softmax(s, quad, tile->tokens + r, logits, factor, pairs);
-            narrow_values(acc, factor, tile->values + r * CSA_REGION / 2, pairs, 0);
-            if (row->heads - quad * 4 > 2)
-                narrow_values(acc, factor, tile->values + r * CSA_REGION / 2, pairs, 2);
+    bool wide = attend_is_wide(row);
+    attend_ahead ahead = w->ahead;
+    vf acc[4][SUM_VECTORS];
+    for (int h = 0; h < 4; h++)
+        for (int v = 0; v < SUM_VECTORS; v++)
+            acc[h][v] = vf_set1(0);
+    for (int r = 0; r < w->regions; r++) {
+        attend_ask(&ahead, row, passes);
+        int within = r % NARROW_REGIONS, step = wide ? CSA_MAX_HEADS : LANES;
+        const uint32_t *weights =
+            w->weights + (wide ? r * (CSA_REGION / 2) * CSA_MAX_HEADS + quad * 4
+                               : (quad * UNIT + r - within) * CSA_REGION / 2 * 4 + within * 4);
+        for (int t = r * CSA_REGION; t < (r + 1) * CSA_REGION; t += 2, weights += step) {
+            const uint16_t *even = w->values[t] + d, *odd = w->values[t + 1] + d;
+            for (int v = 0; v < SUM_VECTORS; v += 2) {
+                vi first, second;
+                vi_interleave(vi_load(even + v * LANES), vi_load(odd + v * LANES), &first, &second);
+                for (int h = 0; h < 4; h++) {
+                    acc[h][v] = vf_dot(acc[h][v], vp_set1(weights[h]), vp_of(first));
+                    acc[h][v + 1] = vf_dot(acc[h][v + 1], vp_set1(weights[h]), vp_of(second));
+                }
+            }
         }
+    }
+    w->ahead = ahead;
+    for (int h = 0; h < 4; h++)
+        for (int v = 0; v < SUM_VECTORS; v++)
+            vf_store(to[h] + d + v * LANES, acc[h][v]);
+}
+
+static void attend_sum_values(const attend_row *row, attend_work *w, attend_sums *s)
+{
+    int quads = (int)(row->heads + 3) / 4, passes = quads * (VALUE_VECTORS / SUM_VECTORS);
+    for (int d = 0; d < CSA_HEAD_SIZE; d += SUM_VECTORS * LANES)
+        for (int quad = 0; quad < quads; quad++)
+            attend_values(row, w, quad, d, passes, s->acc + quad * 4);
 }
 
 /* ---- Units and their tree ----------------------------------------------------------------------- */
 
-static bool attend_is_wide(const attend_row *row)
-{
-    return row->heads > 8;
-}
-
+/* No token yet; the sums of values are written in any case. */
 static void attend_clear(attend_sums *s)
 {
-    memset(s, 0, sizeof *s);
-    for (int h = 0; h < CSA_MAX_HEADS; h++)
+    for (int h = 0; h < CSA_MAX_HEADS; h++) {
         s->max[h] = -INFINITY;
+        s->weight[h] = 0;
+    }
 }
 
-/* The regions among the list's entries [first, end) that contribute tokens. */
-static int attend_list(const attend_row *row, int first, int end, attend_region *regions)
+static void attend_find(const attend_row *row, int unit, attend_list *list)
 {
     const csa_tensor *kv = &row->args->cache->kv;
     unsigned shift = (unsigned)__builtin_ctzll((unsigned long long)kv->shape[2]);
-    int count = 0;
-    for (int i = first; i < end && i < row->count; i++) {
+    *list = (attend_list){.count = 0};
+    for (int i = unit * UNIT; i < (unit + 1) * UNIT && i < row->count; i++) {
         int64_t region = row->entries[i];
         if (region < 0 || region > row->last)
             continue;
@@ -376,29 +393,38 @@ static int attend_list(const attend_row *row, int first, int end, attend_region 
             csa_mapped_block(&row->args->tokens->block_table, row->owner, token >> shift, kv->shape[0]);
         if (block < 0)
             continue;
-        regions[count].kv = csa_at(kv, block, row->group, token & (kv->shape[2] - 1));
-        regions[count++].tokens = region == row->last ? row->last_tokens : CSA_REGION;
+        list->at[list->count] = csa_at(kv, block, row->group, token & (kv->shape[2] - 1));
+        list->tokens[list->count++] = region == row->last ? row->last_tokens : CSA_REGION;
     }
-    return count;
+    for (int i = list->count; i < UNIT; i++)
+        list->at[i] = (const char *)attend_zeros;
 }
 
-static void attend_unit(const attend_row *row, int unit, attend_sums *s)
+/* w->next is the unit's list, and becomes that of the one that follows. */
+static void attend_unit(const attend_row *row, int unit, attend_work *w, attend_sums *s)
 {
-    attend_tile tile;
-    attend_region regions[UNIT + TILE]; /* and those that follow, to ask for */
-    int count = attend_list(row, unit * UNIT, (unit + 1) * UNIT, regions);
-    int listed = count + attend_list(row, (unit + 1) * UNIT, (unit + 1) * UNIT + TILE, regions + count);
+    w->list = w->next;
+    attend_find(row, unit + 1, &w->next);
+    w->ahead = (attend_ahead){.regions = w->next.at};
+    w->regions = (w->list.count + TILE - 1) / TILE * TILE;
     attend_clear(s);
     s->first = unit;
     s->units = 1;
-    s->any = count > 0;
-    for (int i = 0; i < count; i += TILE) {
-        attend_load(row, regions + i, count - i, listed - i, &tile);
+    s->any = w->list.count > 0;
+    for (int first = 0; first < w->regions; first += TILE) {
+        attend_load_keys(row, w, first * CSA_REGION);
         if (attend_is_wide(row))
-            wide_tile(row, &tile, s);
+            wide_tile(row, w, first * CSA_REGION);
         else
-            narrow_tile(row, &tile, s);
+            narrow_tile(row, w, first * CSA_REGION);
     }
+    if (attend_is_wide(row))
+        wide_softmax(s, w);
+    else
+        for (int quad = 0; quad * 4 < row->heads; quad++)
+            narrow_softmax(s, w, quad);
+    attend_load_values(row, w);
+    attend_sum_values(row, w, s);
 }
 
 /* a = a and b, which stand for neighbouring regions. */
@@ -415,13 +441,10 @@ static void attend_join(const attend_row *row, attend_sums *a, const attend_sums
         vf_store(factor_a + h, x);
         vf_store(factor_b + h, y);
     }
-    bool wide = attend_is_wide(row);
-    int end = wide ? CSA_MAX_HEADS * CSA_HEAD_SIZE : (int)row->heads * CSA_HEAD_SIZE;
-    for (int i = 0; i < end; i += LANES) {
-        vf x = wide ? vf_load(factor_a + i % CSA_MAX_HEADS) : vf_set1(factor_a[i / CSA_HEAD_SIZE]);
-        vf y = wide ? vf_load(factor_b + i % CSA_MAX_HEADS) : vf_set1(factor_b[i / CSA_HEAD_SIZE]);
-        vf_store(a->acc + i, vf_load(a->acc + i) * x + vf_load(b->acc + i) * y);
-    }
+    for (int64_t h = 0; h < row->heads; h++)
+        for (int d = 0; d < CSA_HEAD_SIZE; d += LANES)
+            vf_store(a->acc[h] + d,
+                     vf_load(a->acc[h] + d) * factor_a[h] + vf_load(b->acc[h] + d) * factor_b[h]);
 }
 
 /* Neighbouring sums that wait to be joined, left to right. */
@@ -444,9 +467,11 @@ static void attend_settle(const attend_row *row, attend_tree *tree, bool all)
 
 static void attend_units(const attend_row *row, int first, int end, attend_tree *tree)
 {
+    attend_work w;
     tree->depth = 0;
+    attend_find(row, first, &w.next);
     for (int unit = first; unit < end; unit++) {
-        attend_unit(row, unit, &tree->sums[tree->depth++]);
+        attend_unit(row, unit, &w, &tree->sums[tree->depth++]);
         attend_settle(row, tree, false);
     }
 }
@@ -476,7 +501,8 @@ static void attend_start(attend_row *row)
 {
     const csa_tensor *kv = &row->args->cache->kv;
     row->token_bytes = kv->stride[2] * csa_itemsize(kv->dtype);
-    row->row_bytes = CSA_KV_SIZE * csa_itemsize(kv->dtype);
+    row->part_bytes = CSA_HEAD_SIZE * csa_itemsize(kv->dtype);
+    row->lines = (int)(2 * row->part_bytes / 64);
     row->scale = row->args->scale * 0x1.715476p0F; /* log2(e) */
     if (kv->dtype == CSA_E4M3 && row->args->cache->k_scale)
         row->scale *= *row->args->cache->k_scale;
@@ -495,11 +521,11 @@ static int attend_unit_count(const attend_row *row)
 static void attend_head(const attend_row *row, const attend_sums *s, int64_t head)
 {
     const csa_attend_args *a = row->args;
-    bool wide = attend_is_wide(row), coded = a->cache->kv.dtype == CSA_E4M3, gated = csa_present(&a->gate);
+    bool coded = a->cache->kv.dtype == CSA_E4M3, gated = csa_present(&a->gate);
     float v_scale = coded && a->cache->v_scale ? *a->cache->v_scale : 1, sigmoid = 1;
     float values[CSA_HEAD_SIZE];
     for (int d = 0; d < CSA_HEAD_SIZE; d++)
-        values[d] = wide ? s->acc[d * CSA_MAX_HEADS + head] : s->acc[head * CSA_HEAD_SIZE + d];
+        values[d] = s->acc[head][attend_position(d)];
     if (gated)
         sigmoid = csa_gate_factor(*(const uint16_t *)csa_at(&a->gate, row->token, row->group, head));
     uint16_t *out = csa_at(&a->out, row->token, row->group, head);
@@ -551,19 +577,19 @@ typedef struct attend_part {
     attend_tree tree;
 } attend_part;
 
-typedef struct attend_work {
+typedef struct attend_shares {
     const csa_attend_args *args;
     int64_t units, rows, shares; /* units: of a row, at most */
     attend_part *parts;          /* two a share */
-} attend_work;
+} attend_shares;
 
-static int64_t attend_cut(const attend_work *w, int64_t share)
+static int64_t attend_cut(const attend_shares *w, int64_t share)
 {
     return w->units * w->rows / w->shares * share + w->units * w->rows % w->shares * share / w->shares;
 }
 
 /* Units [first, end) of a row; a part of a row goes to `part`. */
-static void attend_some(const attend_work *w, int64_t index, int64_t first, int64_t end, attend_part *part)
+static void attend_some(const attend_shares *w, int64_t index, int64_t first, int64_t end, attend_part *part)
 {
     attend_row row;
     attend_tree whole;
@@ -580,7 +606,7 @@ static void attend_some(const attend_work *w, int64_t index, int64_t first, int6
 
 static void attend_share(void *data, int64_t share)
 {
-    const attend_work *w = data;
+    const attend_shares *w = data;
     int64_t from = attend_cut(w, share), to = attend_cut(w, share + 1);
     attend_part *part = w->parts + 2 * share;
     part[0].row = part[1].row = -1;
@@ -597,7 +623,7 @@ static void attend_share(void *data, int64_t share)
 /* Joins a row's parts, which the shares have left in order. Rows that one share held alone are done. */
 static void attend_collect(void *data, int64_t index)
 {
-    const attend_work *w = data;
+    const attend_shares *w = data;
     attend_row row;
     attend_tree tree = {.depth = 0};
     bool any = false;
@@ -617,10 +643,11 @@ static void attend_collect(void *data, int64_t index)
 
 static csa_status attend(const csa_context *context, const csa_attend_args *args)
 {
-    attend_work w = {.args = args, .units = (args->selected.shape[1] + UNIT - 1) / UNIT};
+    attend_shares w = {.args = args, .units = (args->selected.shape[1] + UNIT - 1) / UNIT};
     w.rows = args->query.shape[0] * args->query.shape[1];
     w.shares = context->threads;
-    w.parts = w.shares > 1 && w.rows < 8 * w.shares ? csa_take_scratch(context) : NULL;
+    char *scratch = w.shares > 1 && w.rows < 8 * w.shares ? csa_take_scratch(context) : NULL;
+    w.parts = scratch ? (attend_part *)(scratch + (-(uintptr_t)scratch & 63)) : NULL;
     if (!w.parts)
         return csa_parallel(context, w.rows, attend_whole_row, (void *)args);
     csa_status status = csa_parallel(context, w.shares, attend_share, &w);

@@ -27,4 +27,5 @@ const csa_stages CSA_TIER_STAGES = {
     .step = csa_host_step,
     .layer = csa_host_layer,
     .compat = &csa_ref_compat_stages,
+    .prepare_and_summarize = prepare_and_summarize,
 };

@@ -18,5 +18,6 @@ static void gate_token(void *data, int64_t token)
 
 static csa_status gate(const csa_context *context, const csa_gate_args *args)
 {
-    return csa_parallel(context, args->out.shape[0], gate_token, (void *)args);
+    return csa_parallel_small(context, args->out.shape[0], 25 * args->out.shape[1] + 1, gate_token,
+                              (void *)args);
 }

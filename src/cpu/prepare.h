@@ -47,7 +47,10 @@ typedef struct prepare_kind {
 /* Adding -0 changes nothing. */
 static void prepare_weight(float *to, const csa_tensor *weight, int size, float centre)
 {
-    for (int i = 0; i < size; i++)
+    const uint16_t *codes = weight->data;
+    for (int i = 0; weight->stride[0] == 1 && i < size; i += LANES)
+        vf_store(to + i, vf_load_bf16(codes + i) + vf_set1(centre));
+    for (int i = 0; weight->stride[0] != 1 && i < size; i++)
         to[i] = csa_bf16_to_float(*(const uint16_t *)csa_at(weight, i, 0, 0)) + centre;
 }
 
@@ -320,17 +323,30 @@ static void prepare_run(void *data, int64_t index)
     }
 }
 
+static void prepare_begin(prepare_call *call, const csa_prepare_args *args)
+{
+    call->args = args;
+    float centre = args->zero_centered ? 1.0F : 0.0F;
+    prepare_weight(call->index_query, &args->index_query_norm, CSA_SUMMARY_SIZE,
+                   args->zero_centered ? 1.0F : -0.0F);
+    prepare_weight(call->index_key, &args->index_key_norm, CSA_SUMMARY_SIZE, -0.0F);
+    prepare_weight(call->index_bias, &args->index_key_bias, CSA_SUMMARY_SIZE, -0.0F);
+    if (csa_present(&args->query)) {
+        prepare_weight(call->query, &args->query_norm, CSA_HEAD_SIZE, centre);
+        prepare_weight(call->key, &args->key_norm, CSA_HEAD_SIZE, centre);
+    }
+}
+
+/* Nanoseconds of one (token, group). */
+static int64_t prepare_cost(const csa_prepare_args *args)
+{
+    return 70 * (args->index_query.shape[2] + (csa_present(&args->query) ? args->query.shape[2] : 0));
+}
+
 static csa_status prepare(const csa_context *context, const csa_prepare_args *args)
 {
-    prepare_call call = {.args = args};
-    float centre = args->zero_centered ? 1.0F : 0.0F;
-    prepare_weight(call.index_query, &args->index_query_norm, CSA_SUMMARY_SIZE,
-                   args->zero_centered ? 1.0F : -0.0F);
-    prepare_weight(call.index_key, &args->index_key_norm, CSA_SUMMARY_SIZE, -0.0F);
-    prepare_weight(call.index_bias, &args->index_key_bias, CSA_SUMMARY_SIZE, -0.0F);
-    if (csa_present(&args->query)) {
-        prepare_weight(call.query, &args->query_norm, CSA_HEAD_SIZE, centre);
-        prepare_weight(call.key, &args->key_norm, CSA_HEAD_SIZE, centre);
-    }
-    return csa_parallel(context, args->index_query.shape[0] * args->index_query.shape[1], prepare_run, &call);
+    prepare_call call;
+    prepare_begin(&call, args);
+    int64_t pieces = args->index_query.shape[0] * args->index_query.shape[1];
+    return csa_parallel_small(context, pieces, prepare_cost(args), prepare_run, &call);
 }

@@ -14,9 +14,14 @@ enum {
     SCORE_HEADS = 64, /* heads whose queries are kept decoded, 32 KiB; one token may need twice that */
     SCORE_QUADS = CSA_MAX_GROUPS * CSA_MAX_HEADS / 4,
     SCORE_VECTORS = CSA_SUMMARY_SIZE / (2 * LANES),
-    SCORE_AHEAD = 2,        /* blocks of LANES regions between prefetch and use */
+    SCORE_AHEAD = 3,        /* blocks of LANES regions between prefetch and use */
     SCORE_TILE = LANES / 4, /* regions of one transpose */
-    SCORE_MIN_SPAN = 512
+    SCORE_MIN_SPAN = 512,
+#ifdef CSA_VEC_FEW /* too few registers to decode beside the products */
+    SCORE_APART = 1
+#else
+    SCORE_APART = 0
+#endif
 };
 
 /* The quads of one row; quads whose weights are all zero are left out. */
@@ -92,19 +97,44 @@ static unsigned score_find(const csa_score_args *a, int64_t request, int64_t reg
     return missing;
 }
 
+/* A tile's keys, decoded. */
+typedef vp score_keys[SCORE_VECTORS][SCORE_TILE];
+
+/* What is decoded beside a tile's products: the tile that comes next. */
+typedef struct score_next {
+    const uint8_t **summaries, **later;
+    vp (*keys)[SCORE_TILE];
+} score_next;
+
+/* Vectors v and v + 1 of the tile; asks for the same of a later block: requests to memory that pile
+ * up are dropped. */
+static inline void score_decode(const score_next *next, int v)
+{
+    for (int r = 0; r < SCORE_TILE; r++) {
+        size_t at = (size_t)v * 2 * LANES;
+        __builtin_prefetch(next->later[r] + at, 0, 3);
+        vp_decode(next->summaries[r] + at, &next->keys[v][r], &next->keys[v + 1][r]);
+    }
+}
+
 /* Dots of one quad's heads with a tile's regions, weighted and added to their chains. */
-static inline vf score_quad(const score_columns *c, int quad, vp keys[][SCORE_TILE], vf chain)
+static inline vf score_quad(const score_columns *c, int quad, vp keys[][SCORE_TILE], vf chain,
+                            const score_next *next)
 {
     vf acc[LANES];
     for (int i = 0; i < LANES; i++)
         acc[i] = vf_set1(0);
 #pragma GCC unroll 1 /* a tile's keys and accumulators just fit the registers */
-    for (int v = 0; v < SCORE_VECTORS; v++)
-        for (int h = 0; h < 4; h++) {
-            vp query = c->query[quad][v][h];
-            for (int r = 0; r < SCORE_TILE; r++)
-                acc[r * 4 + h] = vf_dot(acc[r * 4 + h], keys[v][r], query);
-        }
+    for (int v = 0; v < SCORE_VECTORS; v += 2) {
+        for (int u = 0; u < 2; u++)
+            for (int h = 0; h < 4; h++) {
+                vp query = c->query[quad][v + u][h];
+                for (int r = 0; r < SCORE_TILE; r++)
+                    acc[r * 4 + h] = vf_dot(acc[r * 4 + h], keys[v + u][r], query);
+            }
+        if (next)
+            score_decode(next, v);
+    }
     return vf_fma(c->weights[quad], vf_max(vf_sums(acc), vf_set1(0)), chain);
 }
 
@@ -123,34 +153,21 @@ static void score_store(const csa_score_args *a, const score_row_quads *row, int
         to[region + i] = missing >> i & 1 ? 0 : out[i];
 }
 
-/* Decodes a tile's summaries, and asks for one region of a later block with each: requests to memory that pile
- * up are dropped. */
-static inline void score_decode(const uint8_t **summaries, const uint8_t **later, vp keys[][SCORE_TILE])
+/* One tile for all rows; the first quad's products go with decoding the next tile. */
+static inline void score_tile(const score_columns *c, vp keys[][SCORE_TILE], const score_next *next, int t,
+                              vf chain[][4])
 {
-    for (int r = 0; r < SCORE_TILE; r++) {
-        for (int line = 0; line < CSA_SUMMARY_SIZE; line += 64)
-            __builtin_prefetch(later[r] + line, 0, 3);
-        for (int v = 0; v < SCORE_VECTORS; v += 2)
-            vp_decode(summaries[r] + (size_t)v * 2 * LANES, &keys[v][r], &keys[v + 1][r]);
+    for (int v = 0; SCORE_APART && v < SCORE_VECTORS; v += 2)
+        score_decode(next, v);
+    for (int i = 0, quad = 0; i < c->row_count; i++) {
+        int end = c->rows[i].first + c->rows[i].count;
+        vf sum = vf_set1(0);
+        if (quad == 0 && end > 0)
+            sum = score_quad(c, quad++, keys, sum, SCORE_APART ? NULL : next);
+        for (; quad < end; quad++)
+            sum = score_quad(c, quad, keys, sum, NULL);
+        chain[i][t] = sum;
     }
-}
-
-/* LANES regions for all rows; a tile's keys serve every row before the next tile is decoded. */
-static void score_block(const csa_score_args *a, const score_columns *c, const uint8_t **summaries,
-                        const uint8_t **later, int64_t region, unsigned missing)
-{
-    vf chain[SCORE_QUADS][4];
-    for (int t = 0; t < 4; t++) {
-        vp keys[SCORE_VECTORS][SCORE_TILE];
-        score_decode(summaries + t * SCORE_TILE, later + t * SCORE_TILE, keys);
-        for (int i = 0; i < c->row_count; i++) {
-            chain[i][t] = vf_set1(0);
-            for (int quad = c->rows[i].first; quad < c->rows[i].first + c->rows[i].count; quad++)
-                chain[i][t] = score_quad(c, quad, keys, chain[i][t]);
-        }
-    }
-    for (int i = 0; i < c->row_count; i++)
-        score_store(a, &c->rows[i], region, vf_chains(chain[i]), missing);
 }
 
 /* Regions [first, end) for the columns' rows, all of one request. */
@@ -160,13 +177,24 @@ static void score_span(const csa_score_args *a, const score_columns *c, int64_t 
     enum { KEPT = SCORE_AHEAD + 1 };
     const uint8_t *found[KEPT][LANES];
     unsigned missing[KEPT];
+    score_keys keys[2];
     for (int i = 0; i < SCORE_AHEAD; i++)
         missing[i] = score_find(a, request, first + i * LANES, found[i]);
+    score_next start = {found[0], found[0], keys[0]};
+    for (int v = 0; v < SCORE_VECTORS; v += 2)
+        score_decode(&start, v);
     int now = 0;
     for (int64_t region = first; region < end; region += LANES, now = (now + 1) % KEPT) {
-        int later = (now + SCORE_AHEAD) % KEPT;
+        int after = (now + 1) % KEPT, later = (now + SCORE_AHEAD) % KEPT;
+        vf chain[SCORE_QUADS][4];
         missing[later] = score_find(a, request, region + SCORE_AHEAD * LANES, found[later]);
-        score_block(a, c, found[now], found[later], region, missing[now]);
+        for (int t = 0; t < 4; t++) {
+            score_next next = {t < 3 ? found[now] + (t + 1) * SCORE_TILE : found[after],
+                               found[later] + t * SCORE_TILE, keys[(t + 1) & 1]};
+            score_tile(c, keys[t & 1], &next, t, chain);
+        }
+        for (int i = 0; i < c->row_count; i++)
+            score_store(a, &c->rows[i], region, vf_chains(chain[i]), missing[now]);
     }
 }
 

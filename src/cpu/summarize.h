@@ -71,3 +71,41 @@ static csa_status summarize_metadata(const csa_context *context, const csa_summa
 {
     return csa_host_summarize_metadata(context, args);
 }
+
+/* ---- A layer's first two stages as one loop ----------------------------------------------------- */
+
+typedef struct summarize_after {
+    prepare_call prepare;
+    const csa_summarize_args *args;
+} summarize_after;
+
+/* A run of query_len tokens in one group; with group 0 go the run's index keys, and so its summary. */
+static void summarize_prepared(void *data, int64_t index)
+{
+    summarize_after *s = data;
+    int64_t groups = s->prepare.args->index_query.shape[1], length = s->args->tokens->query_len;
+    int64_t run = index / groups, group = index % groups;
+    for (int64_t token = run * length; token < (run + 1) * length; token++)
+        prepare_run(&s->prepare, token * groups + group);
+    if (group == 0)
+        csa_host_summarize_piece(s->args, summarize_rows, run);
+}
+
+/* One after the other where tokens do not stand in equal runs, or where whole runs are too few for the threads.
+ */
+static csa_status prepare_and_summarize(const csa_context *context, const csa_prepare_args *prepare_args,
+                                        const csa_summarize_args *args)
+{
+    int64_t length = args->tokens->query_len, tokens = args->key.shape[0], runs = tokens / length;
+    int64_t pieces = runs * prepare_args->index_query.shape[1];
+    bool equal = !csa_present(&args->tokens->query_start) && csa_token_requests(args->tokens) == runs &&
+                 runs * length == tokens;
+    if (length > 1 && (!equal || pieces < context->threads)) {
+        csa_status status = prepare(context, prepare_args);
+        return status == CSA_OK ? summarize_verify(context, args) : status;
+    }
+    summarize_after s = {.args = args};
+    prepare_begin(&s.prepare, prepare_args);
+    int64_t cost = length * (prepare_cost(prepare_args) + CSA_SUMMARIZE_COST);
+    return csa_parallel_small(context, pieces, cost, summarize_prepared, &s);
+}

@@ -10,5 +10,5 @@
 
 size_t csa_cpu_scratch_bytes(void)
 {
-    return 2 * sizeof(attend_part); /* the same in all tiers: no vectors in it */
+    return 2 * sizeof(attend_part) + 64; /* the same in all tiers: no vectors in it; room to align it */
 }

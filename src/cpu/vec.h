@@ -79,6 +79,14 @@ static inline vi vi_bf16(vf x)
     return vi_choose((vi)(x == x), rounded, bits >> 16 | 0x40);
 }
 
+#ifndef VI_BF16_PAIRS
+/* The codes of even in the low halves, of odd in the high ones. */
+static inline vi vi_bf16_pairs(vf even, vf odd)
+{
+    return vi_bf16(even) | vi_bf16(odd) << 16;
+}
+#endif
+
 static inline vf vf_round_bf16(vf x)
 {
     return (vf)(vi_bf16(x) << 16);

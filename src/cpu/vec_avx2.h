@@ -33,6 +33,13 @@ static inline vf vf_max(vf a, vf b)
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 }
 
+/* Within each 128 bits. */
+static inline void vi_interleave(vi even, vi odd, vi *first, vi *second)
+{
+    *first = (vi)_mm256_unpacklo_epi16((__m256i)even, (__m256i)odd);
+    *second = (vi)_mm256_unpackhi_epi16((__m256i)even, (__m256i)odd);
+}
+
 #define VF_MULTIPLY_ADD(a, b, c) vf_fma(a, b, c)
 #define VW_BYTES                 (4 * LANES)
 #include "vec_pairs.h"

@@ -33,6 +33,13 @@ static inline vf vf_max(vf a, vf b)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 }
 
+/* Within each 128 bits. */
+static inline void vi_interleave(vi even, vi odd, vi *first, vi *second)
+{
+    *first = (vi)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
+    *second = (vi)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
+}
+
 /* ---- Lane sums: four halvings; each adds what one shuffle brings from x and y to what the other brings --- */
 
 static inline vf fold_pairs(vf a, vf b)
@@ -93,6 +100,15 @@ static inline vp vp_of(vi pairs)
 static inline vf vf_dot(vf acc, vp a, vp b)
 {
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+
+/* As in vec.h, but subnormals become zero. */
+#define VI_BF16_PAIRS
+static inline vi vi_bf16_pairs(vf even, vf odd)
+{
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (vi)_mm512_permutexvar_epi16(zip, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
 }
 
 /* The low and the high byte of the bf16 of each e4m3 magnitude. */

@@ -2,6 +2,7 @@
  * 8 floats in the compiler's own vectors, for any processor.
  * SPDX-License-Identifier: Apache-2.0
  */
+#define CSA_VEC_FEW 1
 enum { LANES = 8 };
 typedef float vf __attribute__((vector_size(32)));
 typedef uint32_t vi __attribute__((vector_size(32)));
@@ -35,6 +36,21 @@ static inline vf vf_max(vf a, vf b)
 {
     vi mask = (vi)(a > b);
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
+}
+
+/* Within each 128 bits, and in vectors of so many: GCC takes wider ones apart element by element. */
+static inline void vi_interleave(vi even, vi odd, vi *first, vi *second)
+{
+    typedef uint16_t vc __attribute__((vector_size(16)));
+    vc x[2], y[2], low[2], high[2];
+    memcpy(x, &even, sizeof x);
+    memcpy(y, &odd, sizeof y);
+    for (int i = 0; i < 2; i++) {
+        low[i] = __builtin_shufflevector(x[i], y[i], 0, 8, 1, 9, 2, 10, 3, 11);
+        high[i] = __builtin_shufflevector(x[i], y[i], 4, 12, 5, 13, 6, 14, 7, 15);
+    }
+    memcpy(first, low, sizeof low);
+    memcpy(second, high, sizeof high);
 }
 
 #define VF_MULTIPLY_ADD(a, b, c) ((c) + (a) * (b))

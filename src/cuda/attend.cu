@@ -2,23 +2,24 @@
  * Section 6: attention of a row to the tokens of its list, straight from the paged cache.
  *
  * Order of sums, the same however a row is cut: the row's live list entries are taken in units of 8 regions (64
- * tokens), each with a softmax of its own; the 8 units of a piece (64 entries) join in a binary tree; pieces join one
- * after the other. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the values
- * weighted by it.
+ * tokens), each with a softmax of its own; the 8 units of a piece (64 entries) join in a binary tree; pieces
+ * join one after the other. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the
+ * values weighted by it.
  *
- * A cluster of 1, 2, 4 or 8 blocks works on a piece, each on an aligned subtree of its units; then each block joins
- * its slice of the 192 values over all blocks, read from their shared memory. A cluster takes a whole row, piece by
- * piece, or (few rows) a single piece: then pieces leave records in the workspace, and the block that finds itself
- * the last of its row and slice joins them.
+ * A cluster of 1, 2, 4 or 8 blocks works on a piece, each on an aligned subtree of its units; then each block
+ * joins its slice of the 192 values over all blocks, read from their shared memory. A cluster takes a whole
+ * row, piece by piece, or (few rows) a single piece: then pieces leave records in the workspace, and the block
+ * that finds itself the last of its row and slice joins them.
  *
  * A block has four warps. A unit's 64 cache rows are copied asynchronously into one of two stages, a warp two
- * regions; one stage loads while the other is worked on. Q.K: heads are the product's rows (16, padded), a warp does
- * its own two regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory. P.V: a warp
- * does 48 of the 192 values over all 64 tokens. Rows in shared memory lie 16 bytes apart from a multiple of 128, and
- * tokens are numbered within the products so that no load conflicts. Three meetings of the block a unit.
+ * regions; one stage loads while the other is worked on. Q.K: heads are the product's rows (16, padded), a warp
+ * does its own two regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory.
+ * P.V: a warp does 48 of the 192 values over all 64 tokens. Rows in shared memory lie 16 bytes apart from a
+ * multiple of 128, and tokens are numbered within the products so that no load conflicts. Three meetings of the
+ * block a unit.
  *
- * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest value
- * by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
+ * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest
+ * value by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
  *
  * Bound by memory: two blocks a multiprocessor with 49 KB (bf16) each under way.
  * SPDX-License-Identifier: Apache-2.0
@@ -31,19 +32,20 @@
 
 #include <math.h>
 
-namespace {
+namespace
+{
 
 enum {
     WARPS = 4,
     THREADS = 32 * WARPS,
     HEADS = CSA_MAX_HEADS,
     SIZE = CSA_HEAD_SIZE,
-    UNIT = 8,                     /* regions */
-    UNITS = CSA_PIECE / UNIT,     /* of a piece */
-    ROWS = UNIT * CSA_REGION,     /* cache rows of a unit */
-    SLICE = SIZE / WARPS,         /* values of a warp */
-    TILES = SLICE / 8,            /* products of 8 values */
-    WEIGHT_PITCH = ROWS + 8,      /* halves */
+    UNIT = 8,                 /* regions */
+    UNITS = CSA_PIECE / UNIT, /* of a piece */
+    ROWS = UNIT * CSA_REGION, /* cache rows of a unit */
+    SLICE = SIZE / WARPS,     /* values of a warp */
+    TILES = SLICE / 8,        /* products of 8 values */
+    WEIGHT_PITCH = ROWS + 8,  /* halves */
     MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
 };
 
@@ -57,7 +59,7 @@ struct attend_params {
     const float *k_scale, *v_scale; /* NULL: 1 */
     uint32_t first, groups, heads, columns;
     float scale;
-    int block_shift; /* regions of a block */
+    int block_shift;            /* regions of a block */
     bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
     bool query_aligned;
     int pieces;         /* of the longest row, where each has clusters of its own; else 0 */
@@ -126,34 +128,37 @@ __device__ __forceinline__ void join(partial &a, const partial &b)
 /* ---- Loading ------------------------------------------------------------------------------------ */
 
 /* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
-__device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region, int64_t position)
+__device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region,
+                                  int64_t position)
 {
     int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
     if (region < 0 || last < 0 || region >> p.block_shift >= p.map.columns)
         return 0;
     int block = p.map.entry(blocks, (uint32_t)(region >> p.block_shift));
-    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1), seen = (uint32_t)min(last + 1, (int64_t)CSA_REGION);
+    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1),
+             seen = (uint32_t)min(last + 1, (int64_t)CSA_REGION);
     return !p.map.valid(block) ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
 }
 
 /* Copies a region's cache rows, those past the first `seen` as zeros; any strides. */
 template <bool FP8>
-__device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t *from, int64_t row_bytes, bool aligned,
-                                                int seen)
+__device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t *from, int64_t row_bytes,
+                                                bool aligned, int seen)
 {
     constexpr int CHUNKS = layout<FP8>::ROW / 16, PITCH = layout<FP8>::PITCH;
     for (int i = threadIdx.x % 32; i < CSA_REGION * CHUNKS; i += 32) {
         int row = i / CHUNKS, chunk = i % CHUNKS;
-        *(uint4 *)(to + row * PITCH + chunk * 16) =
-            row >= seen ? make_uint4(0, 0, 0, 0)
-            : aligned   ? load_16<true>(from + row * row_bytes + chunk * 16)
-                        : load_16<false>(from + row * row_bytes + chunk * 16);
+        *(uint4 *)(to + row * PITCH + chunk * 16) = row >= seen ? make_uint4(0, 0, 0, 0)
+                                                    : aligned
+                                                        ? load_16<true>(from + row * row_bytes + chunk * 16)
+                                                        : load_16<false>(from + row * row_bytes + chunk * 16);
     }
 }
 
 /* Copies a warp's two regions of a unit into a stage. */
 template <bool FP8>
-__device__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries, const uint8_t *group_kv)
+__device__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries,
+                          const uint8_t *group_kv)
 {
     constexpr int ROW = layout<FP8>::ROW, PITCH = layout<FP8>::PITCH, COPIES = CSA_REGION * ROW / 512;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -169,21 +174,22 @@ __device__ void load_unit(const attend_params &p, unsigned char *stage, const ui
         }
         uint32_t to = shared_address(region) + (uint32_t)lane * 16;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) { /* the region is contiguous; in shared memory a row ends with a gap */
+        for (int i = 0; i < COPIES;
+             i++) { /* the region is contiguous; in shared memory a row ends with a gap */
             int row = (i * 512 + lane * 16) / ROW;
             copy_16(to + (uint32_t)(i * 512 + row * (PITCH - ROW)), from + lane * 16 + i * 512);
         }
     }
 }
 
-/* Queries as the product's rows want them, per step of the inner index and lane: {head g low, head g + 8 low, g high,
- * g + 8 high}, in shared memory; and the factors of the logits. */
+/* Queries as the product's rows want them, per step of the inner index and lane: {head g low, head g + 8 low, g
+ * high, g + 8 high}, in shared memory; and the factors of the logits. */
 template <bool FP8> struct queries {
     uint4 a[12][32];
     float factor[HEADS];
 
-    /* A warp loads heads `half` * 8 to + 7 of a token's group at `from`; keys give 16 bytes at a time, 8 bf16 or 16
-     * codes. */
+    /* A warp loads heads `half` * 8 to + 7 of a token's group at `from`; keys give 16 bytes at a time, 8 bf16
+     * or 16 codes. */
     template <bool ALIGNED> __device__ void load(const attend_params &p, const uint8_t *from, int half)
     {
         uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = g + 8 * half, words[24] = {};
@@ -222,7 +228,8 @@ template <bool FP8> struct queries {
         float up = __uint_as_float((uint32_t)(127 + shift) << 23);
 #pragma unroll
         for (int i = 0; i < 24; i++)
-            words[i] = pack_f16(__uint_as_float(words[i] << 16) * up, __uint_as_float(words[i] & 0xFFFF0000) * up);
+            words[i] =
+                pack_f16(__uint_as_float(words[i] << 16) * up, __uint_as_float(words[i] & 0xFFFF0000) * up);
         return __uint_as_float((uint32_t)(127 - shift) << 23);
     }
 };
@@ -280,9 +287,10 @@ __device__ void find_logits(const unsigned char *stage, const uint32_t *entries,
 /* Operand b of the products of a warp's slice over 16 tokens, whose rows start at `rows`.
  *
  * bf16: tile i has values 8i to 8i + 7. e4m3, whose bytes no instruction transposes: tiles 0 to 3 have value
- * 4 * column + tile, tiles 4 and 5 have 32 + 2 * column + (tile - 4); lanes load what they need of two tokens and
- * interleave it. */
-template <bool FP8> __device__ __forceinline__ void load_values(const unsigned char *rows, uint32_t (&b)[TILES][2])
+ * 4 * column + tile, tiles 4 and 5 have 32 + 2 * column + (tile - 4); lanes load what they need of two tokens
+ * and interleave it. */
+template <bool FP8>
+__device__ __forceinline__ void load_values(const unsigned char *rows, uint32_t (&b)[TILES][2])
 {
     constexpr int PITCH = layout<FP8>::PITCH;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
@@ -302,7 +310,8 @@ template <bool FP8> __device__ __forceinline__ void load_values(const unsigned c
             b[5][half] = e4m3x2_to_f16x2(low >> 16);
         }
     } else {
-        uint32_t row = shared_address(rows) + (uint32_t)(lane % 16 * PITCH + 2 * (SIZE + warp * SLICE) + lane / 16 * 16);
+        uint32_t row =
+            shared_address(rows) + (uint32_t)(lane % 16 * PITCH + 2 * (SIZE + warp * SLICE) + lane / 16 * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile += 2) {
             uint32_t m[4];
@@ -402,8 +411,14 @@ template <int BLOCKS> struct slice {
     float m, l;
     float o[EACH];
 
-    __device__ static int head() { return threadIdx.x / 8; }
-    __device__ static int value(int rank, int i) { return rank * (SIZE / BLOCKS) + i * 8 + threadIdx.x % 8; }
+    __device__ static int head()
+    {
+        return threadIdx.x / 8;
+    }
+    __device__ static int value(int rank, int i)
+    {
+        return rank * (SIZE / BLOCKS) + i * 8 + threadIdx.x % 8;
+    }
 
     __device__ void join(float other_m, float other_l, const float (&other_o)[EACH])
     {
@@ -498,7 +513,8 @@ __device__ bool join_pieces(const attend_params &p, uint32_t row, int piece, int
         return false;
     __threadfence();
     constexpr int AT_ONCE = BLOCKS >= 4 ? 4 : 2; /* loads that do not wait for each other */
-    const float *first_sum = records + sums + head, *first_value = records + head * SIZE + slice<BLOCKS>::value(rank, 0);
+    const float *first_sum = records + sums + head,
+                *first_value = records + head * SIZE + slice<BLOCKS>::value(rank, 0);
 #pragma unroll 1
     for (int first = 0; first < pieces; first += AT_ONCE) {
         slice<BLOCKS> next[AT_ONCE];
@@ -527,7 +543,8 @@ __device__ bool join_pieces(const attend_params &p, uint32_t row, int piece, int
 /* ---- The kernel --------------------------------------------------------------------------------- */
 
 /* Puts a unit's result into the tree of the block's COUNT units; at the last one `result` is the block's. */
-template <int COUNT, int LEVEL = 0> __device__ __forceinline__ void join_units(partial (&waiting)[3], partial &result, int unit)
+template <int COUNT, int LEVEL = 0>
+__device__ __forceinline__ void join_units(partial (&waiting)[3], partial &result, int unit)
 {
     if constexpr (1 << LEVEL < COUNT) {
         if ((unit >> LEVEL & 1) == 0) {
@@ -559,8 +576,8 @@ template <int COUNT> __device__ __forceinline__ void join_rest(partial (&waiting
     }
 }
 
-/* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used and may
- * be loaded again afterwards. */
+/* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used
+ * and may be loaded again, and left, after cluster_wait. */
 template <bool FP8, int BLOCKS>
 __device__ void join_piece(part_result &left, const partial &own, int rank, bool first, slice<BLOCKS> &result)
 {
@@ -584,7 +601,7 @@ __device__ void join_piece(part_result &left, const partial &own, int rank, bool
         result = piece;
     else
         result.join(piece.m, piece.l, piece.o);
-    cluster_sync<BLOCKS>();
+    cluster_arrive<BLOCKS>(); /* this block has read what it needs of the others */
 }
 
 template <bool FP8, int BLOCKS>
@@ -614,7 +631,8 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
         else
             s.query.template load<false>(p, query, threadIdx.x / 32);
     }
-    uint32_t end_piece = p.pieces > 0 ? first_piece + 1 : pieces; /* units of all pieces but the last are live */
+    uint32_t end_piece =
+        p.pieces > 0 ? first_piece + 1 : pieces; /* units of all pieces but the last are live */
     int last_units = (entries - (int)(pieces - 1) * CSA_PIECE + UNIT - 1) / UNIT - (int)rank * OWN_UNITS;
     last_units = max(0, min(last_units, OWN_UNITS));
     int total = (int)(end_piece - first_piece) * OWN_UNITS - (end_piece == pieces ? OWN_UNITS - last_units : 0);
@@ -657,13 +675,16 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
         /* Where the latest unit was, or nothing any more; the same in all blocks. */
         unsigned char *used = s.stage[((piece - first_piece + 1) * OWN_UNITS + 1) % 2];
         join_piece<FP8, BLOCKS>(*(part_result *)used, unit_result, rank, piece == first_piece, result);
+        if (piece + 1 == end_piece)
+            break;
+        cluster_wait<BLOCKS>();
         if (done + 1 < total && live > 0)
             load_unit<FP8>(p, used, s.entries + (done + 1) * UNIT, group_kv);
         copies_commit();
     }
-    if (p.pieces > 0 && pieces > 1 && !join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
-        return;
-    write_row<BLOCKS>(p, token, group, rank, f, result);
+    if (p.pieces == 0 || pieces == 1 || join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
+        write_row<BLOCKS>(p, token, group, rank, f, result);
+    cluster_wait<BLOCKS>(); /* nobody leaves while its results are read */
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
@@ -690,12 +711,12 @@ template <bool FP8> variant find_variant(int blocks)
     }
 }
 
-/* Clusters of 1, 2, 4 and 8 blocks that fit a Hopper of 132 multiprocessors at a time, as it says itself: clusters
- * do not cross its partitions, so that larger ones leave some of it idle. */
+/* Clusters of 1, 2, 4 and 8 blocks that fit a Hopper of 132 multiprocessors at a time, as it says itself:
+ * clusters do not cross its partitions, so that larger ones leave some of it idle. */
 const int CLUSTERS_AT_ONCE[] = {264, 132, 62, 30};
 
-/* Blocks per cluster so that `items` pieces or rows are done soonest. A cluster's time is counted in units of work: its
- * share of a piece, one to begin and, if blocks have to meet, one for that. */
+/* Blocks per cluster so that `items` pieces or rows are done soonest. A cluster's time is counted in units of
+ * work: its share of a piece, one to begin and, if blocks have to meet, one for that. */
 int cluster_size(const csa_context *context, int64_t items)
 {
     int best = 1;
@@ -712,10 +733,11 @@ int cluster_size(const csa_context *context, int64_t items)
     return best;
 }
 
-csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t split_rows,
-                        bool overlap, void *stream)
+csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows,
+                        int64_t split_rows, bool overlap, void *stream)
 {
-    int64_t whole_pieces = max(1U, (p.columns + CSA_PIECE - 2) / CSA_PIECE); /* the current region alone is no work */
+    int64_t whole_pieces =
+        max(1U, (p.columns + CSA_PIECE - 2) / CSA_PIECE); /* the current region alone is no work */
     if (rows <= split_rows)
         p.pieces = (int)((p.columns + CSA_PIECE - 1) / CSA_PIECE);
     int blocks = cluster_size(context, p.pieces > 0 ? rows * whole_pieces : rows);
@@ -788,11 +810,12 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
                              (long long)kv.shape[0]);
     int64_t rows = args->query.shape[0] * args->query.shape[1];
-    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, scratch ? split_rows : 0, scratch != nullptr, args->stream);
+    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, scratch ? split_rows : 0, span.overlap,
+                        args->stream);
 }
 
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
-    csa_span all = {0, args->query.shape[0]};
+    csa_span all = {0, args->query.shape[0], false};
     return csa_cuda_attend_span(context, args, all, nullptr, 0);
 }

@@ -8,7 +8,6 @@
 #include "../context.h"
 
 #include <cuda_runtime.h>
-#include <stdlib.h>
 
 /* csa_fail of the core, set when it opens the module. */
 extern csa_status (*csa_cuda_fail)(csa_status status, const char *format, ...);
@@ -54,7 +53,7 @@ csa_status csa_queue(const char *name, void (*kernel)(Params...), const csa_laun
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {l.cluster, 1, 1};
     }
-    if (l.overlap && !getenv("CSA_NO_PDL")) {
+    if (l.overlap) {
         attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

@@ -2,15 +2,15 @@
  * Section 4: scores of a request's summaries, for all groups, heads and drafts in one pass.
  *
  * A window is a few consecutive tokens; its tokens of one request form a run, and all rows of a run share each
- * summary that is read. Four heads of a row are a quad; four quads are a pack: 16 columns of the matrix product,
- * permuted so that a lane ends up with the four heads of one row and nothing is exchanged. Heads past the fourth are
- * further packs of the same rows, left out where all their weights are zero (they only pad).
+ * summary that is read. Four heads of a row are a quad; four quads are a pack: 16 columns of the matrix
+ * product, permuted so that a lane ends up with the four heads of one row and nothing is exchanged. Heads past
+ * the fourth are further packs of the same rows, left out where all their weights are zero (they only pad).
  *
  * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks; a warp takes
- * half a tile or a whole one, and asks for the next one before it works on it. Its lanes load 16 bytes of a summary each, straight
- * into the registers of the product: both operands number the inner index as the loads do. e4m3 becomes f16 exactly,
- * products are exact, sums are fp32: 16 products of 16, in order or as two chains. The queries of a run lie in shared memory as the
- * product wants them.
+ * half a tile or a whole one, and asks for the next one before it works on it. Its lanes load 16 bytes of a
+ * summary each, straight into the registers of the product: both operands number the inner index as the loads
+ * do. e4m3 becomes f16 exactly, products are exact, sums are fp32: 16 products of 16, in order or as two
+ * chains. The queries of a run lie in shared memory as the product wants them.
  *
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
  * SPDX-License-Identifier: Apache-2.0
@@ -20,7 +20,8 @@
 #include "launch.h"
 #include "stages.h"
 
-namespace {
+namespace
+{
 
 enum {
     WARPS = 4,
@@ -41,7 +42,7 @@ struct score_params {
     uint32_t first, count; /* the span */
     uint32_t groups, heads, regions;
     uint32_t window, windows; /* tokens of one; how many */
-    int width;       /* a step: rows that rank at most so many are left out; -1: all, and the current region too */
+    int width; /* a step: rows that rank at most so many are left out; -1: all, and the current region too */
     int block_shift; /* regions of a block */
     bool metadata;
 };
@@ -168,17 +169,17 @@ __device__ int find_window(const uint32_t *list, uint32_t tile)
 /* ---- Batches: rows that share a pass over the summaries ----------------------------------------- */
 
 template <int PACKS> struct batch {
-    uint4 query[PACKS][STEPS][32]; /* operand b of both products of a pack */
-    float4 weight[PACKS][4];       /* pack, row of the pack: four heads */
+    uint4 query[PACKS][STEPS][32];                                /* operand b of both products of a pack */
+    float4 weight[PACKS][4];                                      /* pack, row of the pack: four heads */
     const uint8_t *row_query[PACKS * 4], *row_weights[PACKS * 4]; /* NULL: no row */
-    float *scores[PACKS * 4];      /* where a row's scores go */
+    float *scores[PACKS * 4];                                     /* where a row's scores go */
     uint32_t need[PACKS * 4];
 };
 
 /* Says which rows a batch has: [first, first + here) of a run that starts at `token` of the span. */
 template <int PACKS>
-__device__ void find_rows(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start, uint32_t token,
-                          int first, int here)
+__device__ void find_rows(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start,
+                          uint32_t token, int first, int here)
 {
     int i = threadIdx.x;
     if (i >= PACKS * 4)
@@ -197,7 +198,8 @@ template <bool ALIGNED> __device__ uint32_t load_word(const uint8_t *q)
 }
 
 /* Loads the queries and weights of a batch's rows; 1 << quad_shift packs hold a row's heads. */
-template <bool ALIGNED, int PACKS> __device__ void fill_batch(const score_params &p, batch<PACKS> &b, int packs, int quad_shift)
+template <bool ALIGNED, int PACKS>
+__device__ void fill_batch(const score_params &p, batch<PACKS> &b, int packs, int quad_shift)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1 << quad_shift;
     for (int pack = 0; pack < packs; pack++) {
@@ -210,8 +212,8 @@ template <bool ALIGNED, int PACKS> __device__ void fill_batch(const score_params
             int step = threadIdx.x / 32 * (STEPS / WARPS) + i, byte = step / 4 * 64 + step % 4 * 4;
             uint32_t a = low ? load_word<ALIGNED>(row + byte) : 0;
             uint32_t c = high ? load_word<ALIGNED>(row + 2 * p.query.step[2] + byte) : 0;
-            b.query[pack][step][lane] = make_uint4(e4m3x2_to_f16x2(a), e4m3x2_to_f16x2(a >> 16), e4m3x2_to_f16x2(c),
-                                                   e4m3x2_to_f16x2(c >> 16));
+            b.query[pack][step][lane] = make_uint4(e4m3x2_to_f16x2(a), e4m3x2_to_f16x2(a >> 16),
+                                                   e4m3x2_to_f16x2(c), e4m3x2_to_f16x2(c >> 16));
         }
     }
 #pragma unroll 1
@@ -251,13 +253,13 @@ template <bool ALIGNED, int HALVES> struct tile_data {
     }
 };
 
-/* Scores 16 * HALVES regions for the rows of a batch. */
-template <bool ALIGNED, int HALVES, int PACKS>
-__device__ void score_regions(const score_params &p, const batch<PACKS> &b, const tile_data<ALIGNED, HALVES> &tile, uint32_t region, int packs,
-                              int quad_shift)
+/* Scores 16 * HALVES regions for the rows of the first PACKS packs of a batch. */
+template <int PACKS, bool ALIGNED, int HALVES, typename Batch>
+__device__ void score_regions(const score_params &p, const Batch &b, const tile_data<ALIGNED, HALVES> &tile,
+                              uint32_t region, int quad_shift)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1 << quad_shift;
-    constexpr int CHAINS = HALVES == 1 ? 2 : 1; /* of products that wait for each other */
+    constexpr int CHAINS = HALVES == 1 ? 2 : 1;   /* of products that wait for each other */
     float sums[PACKS][HALVES][2][CHAINS][4] = {}; /* pack, half, heads 0-1 or 2-3, chain */
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
@@ -271,8 +273,6 @@ __device__ void score_regions(const score_params &p, const batch<PACKS> &b, cons
         }
 #pragma unroll
         for (int pack = 0; pack < PACKS; pack++) {
-            if (pack >= packs)
-                break;
             uint4 q = b.query[pack][step][lane];
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
@@ -286,8 +286,6 @@ __device__ void score_regions(const score_params &p, const batch<PACKS> &b, cons
     region += g;
 #pragma unroll
     for (int pack = 0; pack < PACKS; pack++) {
-        if (pack >= packs)
-            break;
         float4 w = b.weight[pack][t];
         int quad = pack & (quads - 1), row = (pack >> quad_shift) * 4 + t;
         uint32_t need = b.need[row];
@@ -297,7 +295,7 @@ __device__ void score_regions(const score_params &p, const batch<PACKS> &b, cons
             float weights[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int head = 0; head < 4; head++) {
-                const float (&sum)[CHAINS][4] = sums[pack][i / 2][head / 2];
+                const float(&sum)[CHAINS][4] = sums[pack][i / 2][head / 2];
                 float dot = sum[0][i % 2 * 2 + head % 2];
                 if (CHAINS == 2)
                     dot += sum[CHAINS - 1][i % 2 * 2 + head % 2];
@@ -305,16 +303,17 @@ __device__ void score_regions(const score_params &p, const batch<PACKS> &b, cons
             }
             float score = ((chain[i][0] + chain[i][1]) + chain[i][2]) + chain[i][3];
             if (quad == quads - 1 && region + i * 8 < need)
-                scores[i * 8] = p.map.valid(tile.block[i]) ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
+                scores[i * 8] =
+                    p.map.valid(tile.block[i]) ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
         }
     }
 }
 
-/* Scores regions [from, to) of a run for the rows of a batch, warps in turn: one pack or two leave registers to load
- * the next summaries meanwhile, more share each load of a query between 32 regions. */
-template <bool ALIGNED, int PACKS>
-__device__ void score_range(const score_params &p, const batch<PACKS> &b, const int32_t *row, uint32_t from, uint32_t to,
-                            int packs, int quad_shift)
+/* Scores regions [from, to) of a run for the rows of a batch, warps in turn: one pack or two leave registers to
+ * load the next summaries meanwhile, more share each load of a query between 32 regions. */
+template <int PACKS, bool ALIGNED, typename Batch>
+__device__ void score_range(const score_params &p, const Batch &b, const int32_t *row, uint32_t from,
+                            uint32_t to, int quad_shift)
 {
     constexpr int HALVES = PACKS > 2 ? 2 : 1, AT_ONCE = 16 * HALVES, STRIDE = AT_ONCE * WARPS;
     tile_data<ALIGNED, HALVES> tile, next;
@@ -324,7 +323,7 @@ __device__ void score_range(const score_params &p, const batch<PACKS> &b, const 
         for (; region < to; region += STRIDE) {
             tile.load(p, next.block, region);
             next.find(p, row, region + STRIDE, to);
-            score_regions(p, b, tile, region, packs, quad_shift);
+            score_regions<PACKS>(p, b, tile, region, quad_shift);
         }
         return;
     }
@@ -334,12 +333,25 @@ __device__ void score_range(const score_params &p, const batch<PACKS> &b, const 
         tile_data<ALIGNED, HALVES> after;
         after.find(p, row, region + 2 * STRIDE, to);
         next.load(p, next.block, region + STRIDE);
-        score_regions(p, b, tile, region, packs, quad_shift);
+        score_regions<PACKS>(p, b, tile, region, quad_shift);
         tile = next;
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; i++)
             next.block[i] = after.block[i];
     }
+}
+
+/* The same for a number of packs that is known when it runs. */
+template <bool ALIGNED, int MOST>
+__device__ void score_packs(const score_params &p, const batch<MOST> &b, const int32_t *row, uint32_t from,
+                            uint32_t to, int packs, int quad_shift)
+{
+    if (packs == 1)
+        score_range<1, ALIGNED>(p, b, row, from, to, quad_shift);
+    else if (packs == 2)
+        score_range<2, ALIGNED>(p, b, row, from, to, quad_shift);
+    else if (MOST > 2) /* with three, a fourth is computed whose rows need nothing */
+        score_range<MOST, ALIGNED>(p, b, row, from, to, quad_shift);
 }
 
 /* Has one of the thread's rows of a run a weight past the fourth head? */
@@ -372,14 +384,15 @@ __device__ void score_run(const score_params &p, batch<PACKS> &b, const window_t
         int packs = (here + 3) / 4 << quad_shift;
         fill_batch<ALIGNED>(p, b, packs, quad_shift);
         __syncthreads();
-        score_range<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift);
+        score_packs<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift);
         __syncthreads();
     }
 }
 
 /* ALIGNED: summaries and queries, to 16 bytes. */
 template <bool ALIGNED, int PACKS>
-__global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3) score_kernel(const __grid_constant__ score_params p)
+__global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3)
+    score_kernel(const __grid_constant__ score_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
     batch<PACKS> &b = *(batch<PACKS> *)shared;
@@ -387,7 +400,8 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3) score_kernel(const
     __shared__ window_tokens w;
     start_kernel_behind();
     if (p.metadata)
-        for (uint32_t row = blockIdx.x * THREADS + threadIdx.x; row < p.count * p.groups; row += gridDim.x * THREADS)
+        for (uint32_t row = blockIdx.x * THREADS + threadIdx.x; row < p.count * p.groups;
+             row += gridDim.x * THREADS)
             write_metadata(p, row);
     if (!p.scores)
         return;
@@ -409,7 +423,8 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3) score_kernel(const
                 stop = find_run(w, start, most);
                 uint32_t run_end = begin + tiles_of(most), from = max(at, begin), to = min(run_end, window_end);
                 if (from < to)
-                    score_run<ALIGNED>(p, b, w, start, stop, most, (base + window) * p.window + start, from - begin, to - begin);
+                    score_run<ALIGNED>(p, b, w, start, stop, most, (base + window) * p.window + start,
+                                       from - begin, to - begin);
                 begin = run_end;
             }
             at = window_end;
@@ -428,7 +443,8 @@ bool mixed_tokens(const csa_tokens &t)
 /* Tokens that share a window: as many as one batch can hold, drafts of a request or neighbours in prefill. */
 uint32_t window_size(const score_params &p, bool mixed, int packs)
 {
-    uint32_t fitting = max(1U, (uint32_t)packs * 4 / p.groups), wanted = mixed ? WINDOW_TOKENS : p.tokens.query_len;
+    uint32_t fitting = max(1U, (uint32_t)packs * 4 / p.groups),
+             wanted = mixed ? WINDOW_TOKENS : p.tokens.query_len;
     uint32_t size = min(min(wanted, fitting), (uint32_t)WINDOW_TOKENS);
     while (!mixed && wanted % size) /* windows of a request's tokens do not reach into the next's */
         size--;
@@ -465,7 +481,8 @@ csa_status csa_cuda_load_score(void)
     return status == CSA_OK ? csa_load("score", score_kernel<false, 4>, sizeof(batch<4>)) : status;
 }
 
-csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span, int64_t width)
+csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
+                               int64_t width)
 {
     const csa_tensor &summaries = args->cache->summaries, &query = args->query, &scores = args->scores;
     bool scored = csa_present(&scores) && scores.shape[1] > 0;
@@ -506,6 +523,6 @@ csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args 
 
 csa_status csa_cuda_score(const csa_context *context, const csa_score_args *args)
 {
-    csa_span all = {0, args->query.shape[0]};
+    csa_span all = {0, args->query.shape[0], false};
     return csa_cuda_score_span(context, args, all, -1);
 }

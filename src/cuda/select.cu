@@ -2,21 +2,22 @@
  * Section 5: the best regions of a row, exactly and stably.
  *
  * A cluster of 1 to 8 blocks per row; each block owns a contiguous part of the row's scores and holds it in
- * registers as integers that order as section 5 says (larger is better, NaN is 0). All blocks of a cluster take the
- * same decisions from the same numbers, read from each other's shared memory:
+ * registers as integers that order as section 5 says (larger is better, NaN is 0). All blocks of a cluster take
+ * the same decisions from the same numbers, read from each other's shared memory:
  *
  *   1. the largest key, and a bound that at least k keys reach: the smallest of the maxima of k or more groups;
  *   2. a histogram of 1024 bins, linear in the score between them: most scores lie below the bound and are not
- *      counted, few of the others share a bin. The bin that the k-th best falls into is found by a scan from the top;
- *   3. that bin's keys are gathered and ranked against each other: the k-th best key, and how many of its equals are
- *      taken. A bin too full for that (plateaus, outliers that spoil the scale) is cut again, by histograms over the
- *      integers themselves, which shrink by 1024 a round until the bin is small or holds one key;
- *   4. chosen entries are written in order: an entry's place is the number of chosen ones before it, ties counted up
- *      to their share. Earlier regions win ties since they are counted first.
+ *      counted, few of the others share a bin. The bin that the k-th best falls into is found by a scan from
+ * the top;
+ *   3. that bin's keys are gathered and ranked against each other: the k-th best key, and how many of its
+ * equals are taken. A bin too full for that (plateaus, outliers that spoil the scale) is cut again, by
+ * histograms over the integers themselves, which shrink by 1024 a round until the bin is small or holds one
+ * key;
+ *   4. chosen entries are written in order: an entry's place is the number of chosen ones before it, ties
+ * counted up to their share. Earlier regions win ties since they are counted first.
  *
- * Bound by latency: the loads, five meetings of the cluster, one scan. Rows longer than the registers of a cluster
- * are read again in each pass.
- * SPDX-License-Identifier: Apache-2.0
+ * Bound by latency: the loads, five meetings of the cluster, one scan. Rows longer than the registers of a
+ * cluster are read again in each pass. SPDX-License-Identifier: Apache-2.0
  */
 #include "device/instructions.cuh"
 #include "device/views.cuh"
@@ -25,15 +26,15 @@
 
 #include <float.h>
 
-namespace {
+namespace
+{
 
 enum {
-    THREADS = 512,
-    WARPS = THREADS / 32,
     BINS = 1024,
-    ROUND = 4 * THREADS, /* scores a block reads at a time, four a thread */
     MAX_CLUSTER = 8,
-    FEW = 512 /* keys of a bin that are ranked against each other */
+    MAX_WARPS = 32,
+    MAX_REGIONS = INT32_MAX - 65536, /* indices of what is read past a row's end stay ints */
+    FEW = 256                        /* keys of a bin that are ranked against each other */
 };
 
 struct select_params {
@@ -92,9 +93,10 @@ __device__ uint4 load_keys(const part &p, int at)
     return make_uint4(k[0], k[1], k[2], k[3]);
 }
 
-/* ROUNDS > 0: a thread holds up to 4 * ROUNDS neighbours in registers. 0: four neighbours in each of any number of
- * rounds, read again each time. */
-template <int ROUNDS> struct keys {
+/* Blocks of THREADS threads. ROUNDS > 0: a thread holds up to 4 * ROUNDS neighbours in registers. 0: four
+ * neighbours in each of any number of rounds, read again each time. */
+template <int THREADS, int ROUNDS> struct keys {
+    static constexpr int ROUND = 4 * THREADS; /* scores a block reads at a time */
     part p;
     uint4 held[ROUNDS > 0 ? ROUNDS : 1];
 
@@ -102,13 +104,18 @@ template <int ROUNDS> struct keys {
     {
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++)
-            held[round] = round < p.fours ? load_keys(p, index(round)) : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
+            held[round] =
+                round < p.fours ? load_keys(p, index(round)) : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
     }
     __device__ int index(int round) const
     {
-        return p.first + (ROUNDS > 0 ? ((int)threadIdx.x * p.fours + round) * 4 : round * ROUND + (int)threadIdx.x * 4);
+        return p.first +
+               (ROUNDS > 0 ? ((int)threadIdx.x * p.fours + round) * 4 : round * ROUND + (int)threadIdx.x * 4);
     }
-    __device__ int rounds() const { return ROUNDS > 0 ? ROUNDS : (p.end - p.first + ROUND - 1) / ROUND; }
+    __device__ int rounds() const
+    {
+        return ROUNDS > 0 ? ROUNDS : (p.end - p.first + ROUND - 1) / ROUND;
+    }
     __device__ uint4 get(int round) const
     {
         return ROUNDS > 0 ? held[ROUNDS > 0 ? round : 0] : load_keys(p, index(round));
@@ -132,13 +139,13 @@ template <int ROUNDS> struct keys {
 
 struct shared_state {
     uint32_t bins[BINS];
-    uint32_t few[FEW];          /* this block's keys of the bin */
-    uint32_t all[FEW];          /* the cluster's */
-    uint32_t warp_low[WARPS], warp_high[WARPS];
+    uint32_t few[FEW]; /* this block's keys of the bin */
+    uint32_t all[FEW]; /* the cluster's */
+    uint32_t warp_low[MAX_WARPS], warp_high[MAX_WARPS];
     uint32_t few_count;
     uint32_t better, ties; /* this block's entries above and at the threshold */
     /* of the block alone */
-    uint32_t warps[2][WARPS];
+    uint32_t warps[2][MAX_WARPS];
     uint32_t bin, above, within, threshold, tie_share;
 };
 
@@ -154,7 +161,8 @@ struct cluster {
     }
     __device__ uint32_t read(const uint32_t *p, int of) const
     {
-        return cluster_load<MAX_CLUSTER>(cluster_address<MAX_CLUSTER>(p, of)); /* a block alone is a cluster too */
+        return cluster_load<MAX_CLUSTER>(
+            cluster_address<MAX_CLUSTER>(p, of)); /* a block alone is a cluster too */
     }
 };
 
@@ -169,6 +177,7 @@ __device__ uint32_t warp_scan(uint32_t value)
 
 /* The sum of a value over the threads before, in one meeting; `buffer` alternates. The block's sum is added to
  * total. */
+template <int THREADS>
 __device__ uint32_t block_scan(shared_state &s, uint32_t value, int buffer, uint32_t &total)
 {
     uint32_t own = warp_scan(value), before = own - value;
@@ -176,14 +185,15 @@ __device__ uint32_t block_scan(shared_state &s, uint32_t value, int buffer, uint
     if (lane == 31)
         s.warps[buffer][warp] = own;
     __syncthreads();
-    uint32_t sums = warp_scan(lane < WARPS ? s.warps[buffer][lane] : 0);
+    uint32_t sums = warp_scan(lane < THREADS / 32 ? s.warps[buffer][lane] : 0);
     if (warp > 0)
         before += __shfl_sync(~0U, sums, warp - 1);
-    total += __shfl_sync(~0U, sums, WARPS - 1);
+    total += __shfl_sync(~0U, sums, THREADS / 32 - 1);
     return before;
 }
 
 /* The cluster's smallest `low` and largest `high`. */
+template <int THREADS>
 __device__ void reduce_range(shared_state &s, const cluster &c, uint32_t &low, uint32_t &high)
 {
     uint32_t least = __reduce_min_sync(~0U, low), most = __reduce_max_sync(~0U, high);
@@ -195,6 +205,7 @@ __device__ void reduce_range(shared_state &s, const cluster &c, uint32_t &low, u
     c.meet();
     low = ~0U;
     high = 0;
+    constexpr int WARPS = THREADS / 32;
     for (int i = lane; i < c.blocks * WARPS; i += 32) {
         low = min(low, c.read(&s.warp_low[i % WARPS], i / WARPS));
         high = max(high, c.read(&s.warp_high[i % WARPS], i / WARPS));
@@ -203,11 +214,11 @@ __device__ void reduce_range(shared_state &s, const cluster &c, uint32_t &low, u
     high = __reduce_max_sync(~0U, high);
 }
 
-/* The largest key, and a key that at least `rank` keys reach: the smallest of the maxima of groups of neighbouring
- * threads, if there are so many groups that all have a key; else the smallest key. */
-template <int ROUNDS>
-__device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int total, uint32_t rank, uint32_t &low,
-                            uint32_t &high)
+/* The largest key, and a key that at least `rank` keys reach: the smallest of the maxima of groups of
+ * neighbouring threads, if there are so many groups that all have a key; else the smallest key. */
+template <int THREADS, int ROUNDS>
+__device__ void find_bounds(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k, int total,
+                            uint32_t rank, uint32_t &low, uint32_t &high)
 {
     uint32_t least = ~0U, most = NO_KEY;
     k.each([&](uint32_t key) {
@@ -221,16 +232,19 @@ __device__ void find_bounds(shared_state &s, const cluster &c, const keys<ROUNDS
         best = max(best, __shfl_xor_sync(~0U, best, group));
     low = members == 0 ? least + 1 : best == NO_KEY ? ~0U : best; /* groups without a key do not count */
     high = most;
-    reduce_range(s, c, low, high);
+    reduce_range<THREADS>(s, c, low, high);
 }
 
-/* Finds the bin that the rank-th best (from 1) falls into: s.bin, s.above, s.within. bin_of gives -1 for keys that
- * are not asked for. */
-template <int ROUNDS, typename BinOf>
-__device__ void find_bin(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, BinOf bin_of)
+/* Finds the bin that the rank-th best (from 1) falls into: s.bin, s.above, s.within. bin_of gives -1 for keys
+ * that are not asked for. */
+template <int THREADS, int ROUNDS, typename BinOf>
+__device__ void find_bin(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k, uint32_t rank,
+                         BinOf bin_of)
 {
-    static_assert(BINS == 2 * THREADS, "a thread has two bins");
-    s.bins[threadIdx.x] = s.bins[threadIdx.x + THREADS] = 0;
+    constexpr int BINS_EACH = BINS / THREADS;
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; i++)
+        s.bins[threadIdx.x + i * THREADS] = 0;
     __syncthreads();
     k.each([&](uint32_t key) {
         int bin = bin_of(key);
@@ -238,27 +252,33 @@ __device__ void find_bin(shared_state &s, const cluster &c, const keys<ROUNDS> &
             atomicAdd(&s.bins[bin], 1U);
     });
     c.meet();
-    int upper = BINS - 1 - 2 * (int)threadIdx.x; /* a thread sums two bins, from the top */
-    uint32_t first = 0, second = 0, total = 0;
+    int upper = BINS - 1 - BINS_EACH * (int)threadIdx.x; /* a thread's bins, from the top */
+    uint32_t counts[BINS_EACH] = {}, sum = 0, total = 0;
 #pragma unroll 2
-    for (int of = 0; of < c.blocks; of++) {
-        first += c.read(&s.bins[upper], of);
-        second += c.read(&s.bins[upper - 1], of);
-    }
-    uint32_t before = block_scan(s, first + second, 0, total);
-    if (before < rank && rank <= before + first + second) {
-        bool in_first = rank <= before + first;
-        s.bin = in_first ? upper : upper - 1;
-        s.above = in_first ? before : before + first;
-        s.within = in_first ? first : second;
+    for (int of = 0; of < c.blocks; of++)
+#pragma unroll
+        for (int i = 0; i < BINS_EACH; i++)
+            counts[i] += c.read(&s.bins[upper - i], of);
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; i++)
+        sum += counts[i];
+    uint32_t before = block_scan<THREADS>(s, sum, 0, total);
+    if (before < rank && rank <= before + sum) {
+        int i = 0;
+        for (; i < BINS_EACH - 1 && rank > before + counts[i]; i++)
+            before += counts[i];
+        s.bin = upper - i;
+        s.above = before;
+        s.within = counts[i];
     }
     __syncthreads();
 }
 
-/* Ranks the keys for which `asked` holds, at most FEW in the cluster, against each other: s.threshold is the rank-th
- * best, s.tie_share how many of its equals are taken. */
-template <int ROUNDS, typename Asked>
-__device__ void rank_few(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t rank, Asked asked)
+/* Ranks the keys for which `asked` holds, at most FEW in the cluster, against each other: s.threshold is the
+ * rank-th best, s.tie_share how many of its equals are taken. */
+template <int THREADS, int ROUNDS, typename Asked>
+__device__ void rank_few(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k, uint32_t rank,
+                         Asked asked)
 {
     if (threadIdx.x == 0)
         s.few_count = 0;
@@ -294,9 +314,9 @@ __device__ void rank_few(shared_state &s, const cluster &c, const keys<ROUNDS> &
 }
 
 /* Smallest and largest key of the cluster within [from, to]. */
-template <int ROUNDS>
-__device__ void find_range(shared_state &s, const cluster &c, const keys<ROUNDS> &k, uint32_t from, uint32_t to,
-                           uint32_t &low, uint32_t &high)
+template <int THREADS, int ROUNDS>
+__device__ void find_range(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k, uint32_t from,
+                           uint32_t to, uint32_t &low, uint32_t &high)
 {
     low = ~0U;
     high = 0;
@@ -306,20 +326,23 @@ __device__ void find_range(shared_state &s, const cluster &c, const keys<ROUNDS>
             high = max(high, key);
         }
     });
-    reduce_range(s, c, low, high);
+    reduce_range<THREADS>(s, c, low, high);
 }
 
 /* The rank-th best key of the row, and how many of its equals belong to the best. */
-template <int ROUNDS> __device__ void find_threshold(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int total, uint32_t rank)
+template <int THREADS, int ROUNDS>
+__device__ void find_threshold(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k, int total,
+                               uint32_t rank)
 {
     uint32_t low, high;
-    find_bounds(s, c, k, total, rank, low, high);
+    find_bounds<THREADS, ROUNDS>(s, c, k, total, rank, low, high);
     if (low < high) {
         uint32_t least = low;
         float bottom = finite_score_of(low), scale = (float)BINS / (finite_score_of(high) - bottom);
         auto linear = [=](uint32_t key) { /* rises with the key, whatever the rounding; NaN becomes 0 */
-            int bin = min(BINS - 1, max(0, (int)((score_of(key) - bottom) * scale)));
-            return key >= least ? bin : -1;
+                                          int bin =
+                                              min(BINS - 1, max(0, (int)((score_of(key) - bottom) * scale)));
+                                          return key >= least ? bin : -1;
         };
         find_bin(s, c, k, rank, linear);
         int bin = (int)s.bin;
@@ -337,13 +360,12 @@ template <int ROUNDS> __device__ void find_threshold(shared_state &s, const clus
                 high = max(high, key);
             }
         });
-        reduce_range(s, c, low, high);
+        reduce_range<THREADS>(s, c, low, high);
     }
     while (low < high) {
         int shift = max(0, 32 - __clz(high - low) - 10);
-        find_bin(s, c, k, rank, [=](uint32_t key) {
-            return key < low || key > high ? -1 : (int)((key - low) >> shift);
-        });
+        find_bin(s, c, k, rank,
+                 [=](uint32_t key) { return key < low || key > high ? -1 : (int)((key - low) >> shift); });
         uint32_t from = low + (s.bin << shift), to = from + ((1U << shift) - 1);
         rank -= s.above;
         if (to < from || to > high)
@@ -364,8 +386,8 @@ template <int ROUNDS> __device__ void find_threshold(shared_state &s, const clus
 /* ---- Writing ------------------------------------------------------------------------------------ */
 
 /* Writes the chosen ones of four neighbours; counts are of what lies before them. */
-__device__ void write_four(const uint4 &v, int at, uint32_t threshold, uint32_t share, uint32_t &better, uint32_t &ties,
-                           int64_t *entries)
+__device__ void write_four(const uint4 &v, int at, uint32_t threshold, uint32_t share, uint32_t &better,
+                           uint32_t &ties, int64_t *entries)
 {
     uint32_t four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -387,17 +409,19 @@ __device__ uint32_t count_four(const uint4 &v, uint32_t threshold)
 }
 
 /* Writes the chosen regions of this block to their places. */
-template <int ROUNDS>
-__device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUNDS> &k, int64_t *entries)
+template <int THREADS, int ROUNDS>
+__device__ void write_chosen(shared_state &s, const cluster &c, const keys<THREADS, ROUNDS> &k,
+                             int64_t *entries)
 {
     uint32_t threshold = s.threshold, share = s.tie_share, better = 0, ties = 0, own = 0, before = 0;
-    for (int round = 0; round < (ROUNDS > 0 ? 1 : k.rounds()); round++) { /* halves hold a round's or a part's counts */
+    for (int round = 0; round < (ROUNDS > 0 ? 1 : k.rounds());
+         round++) { /* halves hold a round's or a part's counts */
         uint32_t total = 0;
         own = 0;
 #pragma unroll
         for (int i = 0; i < (ROUNDS > 0 ? ROUNDS : 1); i++)
             own += count_four(k.get(ROUNDS > 0 ? i : round), threshold);
-        before = block_scan(s, own, round % 2, total);
+        before = block_scan<THREADS>(s, own, round % 2, total);
         better += total & 0xFFFF;
         ties += total >> 16;
     }
@@ -422,7 +446,7 @@ __device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUND
         for (int round = 0; round < k.rounds(); round++) {
             uint32_t total = 0;
             uint4 v = k.get(round);
-            before = block_scan(s, count_four(v, threshold), round % 2, total);
+            before = block_scan<THREADS>(s, count_four(v, threshold), round % 2, total);
             uint32_t better_here = better + (before & 0xFFFF), ties_here = ties + (before >> 16);
             write_four(v, k.index(round), threshold, share, better_here, ties_here, entries);
             better += total & 0xFFFF;
@@ -432,7 +456,7 @@ __device__ void write_chosen(shared_state &s, const cluster &c, const keys<ROUND
 }
 
 /* Everything is chosen: padding, then 0..current. */
-__device__ void write_all(int64_t *entries, int width, int current)
+template <int THREADS> __device__ void write_all(int64_t *entries, int width, int current)
 {
     int padding = width - current; /* current = -1: the whole row */
 #pragma unroll 1
@@ -440,7 +464,8 @@ __device__ void write_all(int64_t *entries, int width, int current)
         entries[i] = i < padding ? -1 : i - padding;
 }
 
-template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ select_params p)
+template <int THREADS, int ROUNDS>
+__global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ select_params p)
 {
     __shared__ shared_state s;
     int blocks = 1 << p.cluster_shift;
@@ -460,15 +485,15 @@ template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(c
     int64_t *entries = (int64_t *)p.selected.at(row);
     if (current <= width) {
         if (c.rank == 0)
-            write_all(entries, width, current);
+            write_all<THREADS>(entries, width, current);
         return;
     }
-    keys<ROUNDS> k;
+    keys<THREADS, ROUNDS> k;
     int each = ((current + blocks - 1) >> p.cluster_shift) + 3 & ~3;
     k.p.scores = (const float *)p.scores.at(row);
     k.p.first = min(each * c.rank, current);
     k.p.end = min(k.p.first + each, current);
-    k.p.fours = (each + ROUND - 1) / ROUND;
+    k.p.fours = (each + 4 * THREADS - 1) / (4 * THREADS);
     k.p.aligned = p.aligned;
     k.load();
     find_threshold(s, c, k, current, (uint32_t)width);
@@ -478,56 +503,56 @@ template <int ROUNDS> __global__ void __launch_bounds__(THREADS) select_kernel(c
     c.meet(); /* nobody leaves while its numbers are read */
 }
 
-/* Blocks for a row: enough to hold it in registers, more while there are multiprocessors without work. */
-int cluster_size(const csa_context *context, int64_t rows, int64_t regions)
+using kernel = void (*)(select_params);
+
+/* What runs a row of so many regions: small blocks for short rows; a large block, or a cluster of them, that
+ * holds the row in registers; else a cluster that reads it again and again. */
+struct variant {
+    kernel run;
+    int threads, cluster_shift;
+};
+
+variant find_variant(const csa_context *context, int64_t regions)
 {
-    int blocks = 1;
+    constexpr int SMALL = 256 * 4 * 2, LARGE = 1024 * 4 * 4;
+    if (regions <= SMALL)
+        return {select_kernel<256, 2>, 256, 0};
     if (context->portable)
-        return 1;
-    while (blocks < MAX_CLUSTER &&
-           (regions > (int64_t)blocks * 8 * ROUND || (regions > (int64_t)blocks * ROUND && rows * blocks * 2 <= context->multiprocessors)))
-        blocks *= 2;
-    return blocks;
+        return {regions <= LARGE ? select_kernel<1024, 4> : select_kernel<1024, 0>, 1024, 0};
+    int shift = 0;
+    while (1 << shift < MAX_CLUSTER && regions > (int64_t)LARGE << shift)
+        shift++;
+    return {regions <= (int64_t)LARGE << shift ? select_kernel<1024, 4> : select_kernel<1024, 0>, 1024, shift};
 }
 
 csa_status queue_select(const csa_context *context, select_params &p, int64_t rows, bool overlap, void *stream)
 {
-    int64_t regions = p.regions;
-    int blocks = cluster_size(context, rows, regions);
-    while (1 << p.cluster_shift < blocks)
-        p.cluster_shift++;
-    int64_t rounds = (regions + (int64_t)blocks * ROUND - 1) / ((int64_t)blocks * ROUND);
+    variant v = find_variant(context, p.regions);
     csa_launch l;
-    l.grid = dim3((unsigned)(rows * blocks));
-    l.block = dim3(THREADS);
+    p.cluster_shift = v.cluster_shift;
+    l.grid = dim3((unsigned)(rows << v.cluster_shift));
+    l.block = dim3((unsigned)v.threads);
     l.stream = stream;
-    l.cluster = (unsigned)blocks;
+    l.cluster = 1U << v.cluster_shift;
     l.overlap = overlap && !context->portable;
-    return csa_queue("select",
-                     rounds <= 1   ? select_kernel<1>
-                     : rounds <= 4 ? select_kernel<4>
-                     : rounds <= 8 ? select_kernel<8>
-                                   : select_kernel<0>,
-                     l, p);
+    return csa_queue("select", v.run, l, p);
 }
 
 } // namespace
 
 csa_status csa_cuda_load_select(void)
 {
-    csa_status status = csa_load("select", select_kernel<1>, 0);
+    csa_status status = csa_load("select", select_kernel<256, 2>, 0);
     if (status == CSA_OK)
-        status = csa_load("select", select_kernel<4>, 0);
-    if (status == CSA_OK)
-        status = csa_load("select", select_kernel<8>, 0);
-    return status == CSA_OK ? csa_load("select", select_kernel<0>, 0) : status;
+        status = csa_load("select", select_kernel<1024, 4>, 0);
+    return status == CSA_OK ? csa_load("select", select_kernel<1024, 0>, 0) : status;
 }
 
 static csa_status fill_params(select_params &p, const csa_select_args *args)
 {
-    if (args->scores.shape[1] > INT32_MAX - ROUND)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most 2^31 - %d are supported",
-                             (long long)args->scores.shape[1], ROUND + 1);
+    if (args->scores.shape[1] > MAX_REGIONS)
+        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most %d are supported",
+                             (long long)args->scores.shape[1], MAX_REGIONS);
     p.scores = csa_view(args->scores);
     p.selected = csa_view(args->selected);
     p.aligned = csa_aligned(&args->scores);
@@ -546,8 +571,8 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
     return queue_select(context, p, args->scores.shape[0], false, args->stream);
 }
 
-csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
-                                csa_span span, uint32_t *counters, int64_t split_rows)
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
+                                const csa_tokens *tokens, csa_span span, uint32_t *counters, int64_t split_rows)
 {
     select_params p = {};
     csa_status status = fill_params(p, args);
@@ -559,5 +584,5 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     p.from_tokens = true;
     p.counters = counters;
     p.split_rows = (uint32_t)split_rows;
-    return queue_select(context, p, args->scores.shape[0], true, args->stream);
+    return queue_select(context, p, args->scores.shape[0], span.overlap, args->stream);
 }

@@ -37,17 +37,22 @@ csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare
 
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 
-/* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first. */
+/* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first.
+ * overlap: a kernel may start before the one of the same step ahead of it has ended. */
 struct csa_span {
     int64_t first, count;
+    bool overlap;
 };
 
-/* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region. */
-csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span, int64_t width);
+/* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region.
+ */
+csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
+                               int64_t width);
 
 /* Selection in a step: current regions follow from the tokens; clears the counters of so many rows' parts. */
-csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args, const csa_tokens *tokens,
-                                csa_span span, uint32_t *counters, int64_t split_rows);
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
+                                const csa_tokens *tokens, csa_span span, uint32_t *counters,
+                                int64_t split_rows);
 
 /* Attention in a step: behind select, with room for the parts of so many rows. scratch NULL: alone. */
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,

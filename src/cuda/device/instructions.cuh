@@ -1,7 +1,6 @@
 /*
- * The instructions that CUDA C++ does not spell: matrix products, conversions, asynchronous copies, launches that
- * overlap. No kernel holds inline assembly of its own.
- * SPDX-License-Identifier: Apache-2.0
+ * The instructions that CUDA C++ does not spell: matrix products, conversions, asynchronous copies, launches
+ * that overlap. No kernel holds inline assembly of its own. SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CUDA_INSTRUCTIONS_CUH
 #define CSA_CUDA_INSTRUCTIONS_CUH
@@ -18,13 +17,14 @@
 
 /*
  * Lane l = 4 * g + t holds of a: rows g and g + 8, columns 2t, 2t+1 and 2t+8, 2t+9 in the order
- * {row g low, row g+8 low, row g high, row g+8 high}; of b: column g, rows as a's columns {low, high}; of c: rows g
- * and g + 8, columns 2t, 2t+1 {g:2t, g:2t+1, g+8:2t, g+8:2t+1}. Pairs have the smaller index in the low half.
- * Sums over the inner index do not care for its order, so kernels number it as suits their loads.
+ * {row g low, row g+8 low, row g high, row g+8 high}; of b: column g, rows as a's columns {low, high}; of c:
+ * rows g and g + 8, columns 2t, 2t+1 {g:2t, g:2t+1, g+8:2t, g+8:2t+1}. Pairs have the smaller index in the low
+ * half. Sums over the inner index do not care for its order, so kernels number it as suits their loads.
  */
 static __device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+        "%1, %2, "
         "%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
@@ -32,14 +32,15 @@ static __device__ __forceinline__ void mma_f16(float (&c)[4], uint4 a, uint32_t 
 
 static __device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, "
         "%2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-/* Two 8x8 matrices of 16-bit values, transposed: lanes 0-7 name the rows of the first, 8-15 of the second; four with
- * all lanes. A lane gets row 2t, 2t+1 of column g: operand b of the products above. */
+/* Two 8x8 matrices of 16-bit values, transposed: lanes 0-7 name the rows of the first, 8-15 of the second; four
+ * with all lanes. A lane gets row 2t, 2t+1 of column g: operand b of the products above. */
 static __device__ __forceinline__ void load_transposed_4(uint32_t (&m)[4], uint32_t row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -141,7 +142,28 @@ template <int blocks> static __device__ __forceinline__ void cluster_sync()
 {
 #if CSA_SM90
     if (blocks > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                         : "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+/* The same in two halves, with work between that the others need not wait for. */
+template <int blocks> static __device__ __forceinline__ void cluster_arrive()
+{
+#if CSA_SM90
+    if (blocks > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+template <int blocks> static __device__ __forceinline__ void cluster_wait()
+{
+#if CSA_SM90
+    if (blocks > 1) {
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
         return;
     }
 #endif

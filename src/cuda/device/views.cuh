@@ -1,6 +1,6 @@
 /*
- * What kernels get of the caller's descriptors: pointers and byte strides worked out by the host, so that an address
- * is a few instructions. Small steps are bound by the length of a block's instruction stream.
+ * What kernels get of the caller's descriptors: pointers and byte strides worked out by the host, so that an
+ * address is a few instructions. Small steps are bound by the length of a block's instruction stream.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CUDA_VIEWS_CUH
@@ -19,7 +19,10 @@ struct view {
     {
         return data + i * step[0] + j * step[1] + k * step[2];
     }
-    __device__ explicit operator bool() const { return data != nullptr; }
+    __device__ explicit operator bool() const
+    {
+        return data != nullptr;
+    }
 };
 
 static inline view csa_view(const csa_tensor &t)
@@ -77,7 +80,8 @@ struct token_source {
 
     __device__ int start_of(int request) const
     {
-        return query_start ? *(const int32_t *)(query_start + request * start_step) : (int)(request * query_len);
+        return query_start ? *(const int32_t *)(query_start + request * start_step)
+                           : (int)(request * query_len);
     }
 
     __device__ int owner_of(uint32_t token) const
@@ -108,7 +112,8 @@ struct token_source {
         int64_t position = positions ? *(const int64_t *)(positions + token * position_step) : -1;
         token_place p = {-1, owner_of(token)};
         if (!positions && p.owner >= 0)
-            position = (int64_t)*(const int32_t *)(seq_lens + p.owner * length_step) - start_of(p.owner + 1) + token;
+            position =
+                (int64_t) * (const int32_t *)(seq_lens + p.owner * length_step) - start_of(p.owner + 1) + token;
         if (slot >= 0 && position >= 0)
             p.position = position;
         return p;
@@ -147,7 +152,10 @@ struct block_map {
     {
         return row && column < columns ? __ldg(row + column) : -1;
     }
-    __device__ bool valid(int entry) const { return (uint32_t)entry < blocks; }
+    __device__ bool valid(int entry) const
+    {
+        return (uint32_t)entry < blocks;
+    }
 };
 
 static inline block_map csa_block_map(const csa_tensor &table, int64_t blocks)
