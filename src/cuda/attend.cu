@@ -654,7 +654,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     }
 
     slice<BLOCKS> result;
-    partial waiting[3], unit_result;
+    partial waiting[3], unit_result, row_result; /* the last one for a block alone, until the end */
     int done = 0;
 #pragma unroll 1
     for (uint32_t piece = first_piece; piece < end_piece; piece++) {
@@ -662,16 +662,24 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
 #pragma unroll 1
         for (int unit = 0; unit < live; unit++, done++) {
             unsigned char *stage = s.stage[done % 2];
+            bool free = BLOCKS == 1 || unit < live - 1; /* else it will hold what the cluster is to read */
             copies_wait<1>();
             attend_unit<FP8, BLOCKS>(s, stage, s.entries + done * UNIT, unit_result);
             __syncthreads(); /* the stage has been used */
-            if (done + 2 < total && unit < live - 1)
+            if (free && done + 2 < total)
                 load_unit<FP8>(p, stage, s.entries + (done + 2) * UNIT, group_kv);
             copies_commit();
             join_units<OWN_UNITS>(waiting, unit_result, unit);
         }
         if (live < OWN_UNITS)
             join_rest<OWN_UNITS>(waiting, unit_result, live);
+        if constexpr (BLOCKS == 1) {
+            if (piece > first_piece)
+                join(row_result, unit_result);
+            else
+                row_result = unit_result;
+            continue;
+        }
         /* Where the latest unit was, or nothing any more; the same in all blocks. */
         unsigned char *used = s.stage[((piece - first_piece + 1) * OWN_UNITS + 1) % 2];
         join_piece<FP8, BLOCKS>(*(part_result *)used, unit_result, rank, piece == first_piece, result);
@@ -682,6 +690,8 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
             load_unit<FP8>(p, used, s.entries + (done + 1) * UNIT, group_kv);
         copies_commit();
     }
+    if constexpr (BLOCKS == 1)
+        join_piece<FP8, BLOCKS>(*(part_result *)s.stage[0], row_result, 0, true, result);
     if (p.pieces == 0 || pieces == 1 || join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
         write_row<BLOCKS>(p, token, group, rank, f, result);
     cluster_wait<BLOCKS>(); /* nobody leaves while its results are read */

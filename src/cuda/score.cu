@@ -224,6 +224,11 @@ __device__ void fill_batch(const score_params &p, batch<PACKS> &b, int packs, in
     }
 }
 
+template <bool ALIGNED> __device__ uint4 load_summary(const uint8_t *p)
+{
+    return ALIGNED ? load_streaming_16(p) : load_16<false>(p);
+}
+
 /* What a lane has of 16 * HALVES summaries: its rows are regions g + 8 i. */
 template <bool ALIGNED, int HALVES> struct tile_data {
     uint4 raw[2 * HALVES][4]; /* 64 bytes apart */
@@ -248,7 +253,7 @@ template <bool ALIGNED, int HALVES> struct tile_data {
             block[i] = found[i];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                raw[i][j] = p.map.valid(found[i]) ? load_16<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
+                raw[i][j] = p.map.valid(found[i]) ? load_summary<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
         }
     }
 };

@@ -93,17 +93,27 @@ static __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
-/* ---- Asynchronous copies ------------------------------------------------------------------------ */
+/* ---- Loads and asynchronous copies ------------------------------------------------------------------------ */
+
+/* 16 bytes of what nobody writes meanwhile and few read again; the neighbours in 256 bytes will be wanted too. */
+static __device__ __forceinline__ uint4 load_streaming_16(const void *from)
+{
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(from));
+    return v;
+}
 
 static __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* 16 bytes from global to shared memory, past the L1 cache. */
+/* 16 bytes from global to shared memory, past the L1 cache; the neighbours in 256 bytes will be wanted too. */
 static __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 static __device__ __forceinline__ void copies_commit()
