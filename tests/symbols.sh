@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# symbols.sh HEADER...: the shared library exports what the public headers declare, and nothing else.
+# symbols.sh HEADER...: the shared library exports what the public headers declare, and nothing else; the module its
+# entry.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -16,3 +17,13 @@ diff <(echo "$declared") <(echo "$exported") || {
     exit 1
 }
 echo "$(wc -l <<<"$exported") functions"
+
+# The module exports its entry alone, and brings what it needs of CUDA: the driver is looked for at run time.
+module=$(dirname "$CSA_LIBRARY")/libcsa_cuda.so
+[ -e "$module" ] || exit 0
+diff <(echo csa_cuda_enter) <(nm -D --defined-only "$module" | awk '{ print $3 }') || {
+    echo "< expected of libcsa_cuda.so, > exported" >&2
+    exit 1
+}
+! readelf -d "$module" | grep -E 'NEEDED.*lib(cu|nv)' || { echo "libcsa_cuda.so needs a library of CUDA's" >&2; exit 1; }
+echo "libcsa_cuda.so: its entry alone"

@@ -24,6 +24,7 @@ is header_version "$version"
 for backend in default ref cpu cuda; do
     says "\"name\": \"$backend\""
 done
+says '"devices": ['
 OMP_NUM_THREADS=3 expect 0 info --json
 is threads 3
 

@@ -94,10 +94,11 @@ static csa_status describe_device(int32_t device, char *text, size_t capacity)
     if (device < 0 || device >= count_devices(why) || cudaGetDeviceProperties(&p, device) != cudaSuccess)
         return CSA_ERROR_ARGUMENT;
     if (supported(&p))
-        snprintf(text, capacity, "%s, compute capability %d.%d, %d multiprocessors, %.0f GB, tier %s", p.name,
-                 p.major, p.minor, p.multiProcessorCount, (double)p.totalGlobalMem / 1e9, best_tier(&p));
+        snprintf(text, capacity, "%.64s, compute capability %d.%d, %d multiprocessors, %.0f GB, tier %s",
+                 p.name, p.major, p.minor, p.multiProcessorCount, (double)p.totalGlobalMem / 1e9,
+                 best_tier(&p));
     else
-        snprintf(text, capacity, "%s, compute capability %d.%d: not supported, %d.0 is the least", p.name,
+        snprintf(text, capacity, "%.64s, compute capability %d.%d: not supported, %d.0 is the least", p.name,
                  p.major, p.minor, LEAST_MAJOR);
     return supported(&p) ? CSA_OK : CSA_ERROR_UNSUPPORTED;
 }

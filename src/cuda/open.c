@@ -2,7 +2,6 @@
  * Finding libcsa_cuda.so: beside the library itself, else where the dynamic linker looks.
  * SPDX-License-Identifier: Apache-2.0
  */
-#define _GNU_SOURCE /* dladdr */
 #include "module.h"
 
 #include <dlfcn.h>
@@ -19,7 +18,10 @@ static void *open_beside_us(void)
 {
     Dl_info us;
     char path[4096];
-    if (!dladdr((void *)(uintptr_t)csa_version, &us) || !us.dli_fname)
+    int (*ours)(void) = csa_version;
+    void *address;
+    memcpy(&address, &ours, sizeof address);
+    if (!dladdr(address, &us) || !us.dli_fname)
         return NULL;
     const char *end = strrchr(us.dli_fname, '/');
     int folder = end ? (int)(end - us.dli_fname) + 1 : 0;
