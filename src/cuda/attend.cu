@@ -132,11 +132,11 @@ __device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks,
                                   int64_t position)
 {
     int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
-    if (region < 0 || last < 0 || region >> p.block_shift >= p.map.columns)
+    if (region < 0 || last < 0)
         return 0;
-    int block = p.map.entry(blocks, (uint32_t)(region >> p.block_shift));
+    int block = p.map.entry(blocks, region >> p.block_shift);
     uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1),
-             seen = (uint32_t)min(last + 1, (int64_t)CSA_REGION);
+             seen = (uint32_t)min(last, (int64_t)CSA_REGION - 1) + 1;
     return !p.map.valid(block) ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
 }
 

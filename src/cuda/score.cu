@@ -9,8 +9,8 @@
  * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks; a warp takes
  * half a tile or a whole one, and asks for the next one before it works on it. Its lanes load 16 bytes of a
  * summary each, straight into the registers of the product: both operands number the inner index as the loads
- * do. e4m3 becomes f16 exactly, products are exact, sums are fp32: 16 products of 16, in order or as two
- * chains. The queries of a run lie in shared memory as the product wants them.
+ * do. e4m3 becomes f16 exactly, products are exact, sums are fp32: 16 products of 16 in order, however
+ * many rows share them. The queries of a run lie in shared memory as the product wants them.
  *
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
  * SPDX-License-Identifier: Apache-2.0
@@ -264,8 +264,7 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
                               uint32_t region, int quad_shift)
 {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1 << quad_shift;
-    constexpr int CHAINS = HALVES == 1 ? 2 : 1;   /* of products that wait for each other */
-    float sums[PACKS][HALVES][2][CHAINS][4] = {}; /* pack, half, heads 0-1 or 2-3, chain */
+    float sums[PACKS][HALVES][2][4] = {}; /* pack, half, heads 0-1 or 2-3 */
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         uint32_t a[HALVES][4];
@@ -282,8 +281,8 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
                 uint4 keys = make_uint4(a[half][0], a[half][1], a[half][2], a[half][3]);
-                mma_f16(sums[pack][half][0][step % CHAINS], keys, q.x, q.y);
-                mma_f16(sums[pack][half][1][step % CHAINS], keys, q.z, q.w);
+                mma_f16(sums[pack][half][0], keys, q.x, q.y);
+                mma_f16(sums[pack][half][1], keys, q.z, q.w);
             }
         }
     }
@@ -300,10 +299,7 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
             float weights[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
             for (int head = 0; head < 4; head++) {
-                const float(&sum)[CHAINS][4] = sums[pack][i / 2][head / 2];
-                float dot = sum[0][i % 2 * 2 + head % 2];
-                if (CHAINS == 2)
-                    dot += sum[CHAINS - 1][i % 2 * 2 + head % 2];
+                float dot = sums[pack][i / 2][head / 2][i % 2 * 2 + head % 2];
                 chain[i][head] = fmaf(weights[head], fmaxf(dot, 0.0F), quad ? chain[i][head] : 0.0F);
             }
             float score = ((chain[i][0] + chain[i][1]) + chain[i][2]) + chain[i][3];

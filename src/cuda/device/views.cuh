@@ -140,7 +140,8 @@ static inline token_source csa_token_source(const csa_tokens &t)
 struct block_map {
     const uint8_t *table;
     int64_t row_step;
-    uint32_t columns, blocks; /* of the table; of the cache */
+    int64_t columns; /* of the table */
+    uint32_t blocks; /* of the cache */
 
     /* A request's row; NULL if it has none. */
     __device__ const int32_t *row(int owner) const
@@ -148,7 +149,7 @@ struct block_map {
         return owner < 0 ? nullptr : (const int32_t *)(table + owner * row_step);
     }
     /* What the table says of a column, which `valid` has to judge; -1 where the table has no such column. */
-    __device__ int entry(const int32_t *row, uint32_t column) const
+    __device__ int entry(const int32_t *row, int64_t column) const
     {
         return row && column < columns ? __ldg(row + column) : -1;
     }
@@ -162,7 +163,7 @@ static inline block_map csa_block_map(const csa_tensor &table, int64_t blocks)
 {
     view v = csa_view(table);
     block_map m = {v.data, v.step[0], 0, 0};
-    m.columns = (uint32_t)(table.shape[1] < UINT32_MAX ? table.shape[1] : UINT32_MAX);
+    m.columns = table.shape[1];
     m.blocks = (uint32_t)(blocks < INT32_MAX ? blocks : INT32_MAX);
     return m;
 }
