@@ -253,7 +253,8 @@ template <bool ALIGNED, int HALVES> struct tile_data {
             block[i] = found[i];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                raw[i][j] = p.map.valid(found[i]) ? load_summary<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
+                raw[i][j] =
+                    p.map.valid(found[i]) ? load_summary<ALIGNED>(summary + j * 64) : make_uint4(0, 0, 0, 0);
         }
     }
 };

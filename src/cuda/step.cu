@@ -11,8 +11,8 @@
 namespace
 {
 
-/* Kernels of a step overlap up to so many rows. Of larger ones, blocks that start early crowd the multiprocessors that
- * are free first: 64 rows at 128K took 93 us to attend to instead of 72. */
+/* Kernels of a step overlap up to so many rows. Of larger ones, blocks that start early crowd the
+ * multiprocessors that are free first: 64 rows at 128K took 93 us to attend to instead of 72. */
 enum { OVERLAP_ROWS = 4 };
 
 csa_status run_chunk(const csa_context *context, const csa_step_args *a, csa_span span, int64_t regions,

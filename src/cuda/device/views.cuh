@@ -111,7 +111,7 @@ struct token_source {
         int64_t slot = slots ? *(const int64_t *)(slots + token * slot_step) : 0;
         int64_t position = positions ? *(const int64_t *)(positions + token * position_step) : -1;
         token_place p = {-1, owner_of(token)};
-        if (!positions && p.owner >= 0)
+        if (!positions && seq_lens && p.owner >= 0) /* neither: rows say it */
             position =
                 (int64_t) * (const int32_t *)(seq_lens + p.owner * length_step) - start_of(p.owner + 1) + token;
         if (slot >= 0 && position >= 0)
