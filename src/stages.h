@@ -25,6 +25,11 @@ typedef struct csa_stages {
     csa_status (*summarize_prefill)(const csa_context *context, const csa_summarize_args *args);
     csa_status (*summarize_metadata)(const csa_context *context, const csa_summarize_args *args);
 
+    /* Prepare, then summarize_decode or (query_len > 1) summarize_verify of the same tokens: for a layer, where
+     * a back end can do better than the two calls; else NULL. */
+    csa_status (*prepare_and_summarize)(const csa_context *context, const csa_prepare_args *prepare,
+                                        const csa_summarize_args *args);
+
     /* rows_out is written where present; scores may be absent, then only rows_out is written. */
     csa_status (*score)(const csa_context *context, const csa_score_args *args);
     /* selected may have more columns than min(topk, regions) + 1; no current then reaches past the regions. */
@@ -37,11 +42,6 @@ typedef struct csa_stages {
     csa_status (*layer)(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
     const csa_compat_stages *compat; /* section 9 */
-
-    /* Prepare, then summarize_decode or (query_len > 1) summarize_verify of the same tokens: for a layer, where
-     * a back end can do better than the two calls; else NULL. */
-    csa_status (*prepare_and_summarize)(const csa_context *context, const csa_prepare_args *prepare,
-                                        const csa_summarize_args *args);
 } csa_stages;
 
 /* The reference's formats, csa_compat.h. `tokens` is how many tokens the step has. */

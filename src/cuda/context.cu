@@ -44,12 +44,13 @@ static const csa_stages stages = {
     csa_run_on_device<csa_cuda_summarize_verify, const csa_summarize_args *>,
     csa_run_on_device<csa_cuda_summarize_prefill, const csa_summarize_args *>,
     csa_run_on_device<csa_cuda_summarize_metadata, const csa_summarize_args *>,
+    csa_run_on_device<csa_cuda_prepare_and_summarize, const csa_prepare_args *, const csa_summarize_args *>,
     csa_run_on_device<csa_cuda_score, const csa_score_args *>,
     csa_run_on_device<csa_cuda_select, const csa_select_args *>,
     csa_run_on_device<csa_cuda_attend, const csa_attend_args *>,
     csa_run_on_device<csa_cuda_gate, const csa_gate_args *>,
     csa_run_on_device<csa_cuda_step, const csa_plan *, const csa_step_args *>,
-    csa_run_on_device<csa_cuda_layer, const csa_plan *, const csa_layer_args *>,
+    csa_host_layer, /* stage by stage, each of them above */
     &csa_cuda_compat_stages,
 };
 

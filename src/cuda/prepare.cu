@@ -7,9 +7,9 @@
  * by the warp that writes it: outputs may be the inputs' views. Shared memory: a row of floats per warp, in
  * which rotated pairs meet.
  *
- * Decode and verify can go on to section 3 in the same launch (csa_cuda_prepare_decode): the warp that prepares
- * an index key then stores it in the ring, or closes its region; in verify a block has the index keys of a
- * request.
+ * Decode and verify can go on to section 3 in the same launch (csa_cuda_prepare_and_summarize): the warp that
+ * prepares an index key then stores it in the ring, or closes its region; in verify a block has the index keys
+ * of a request.
  *
  * Bound by launch and latency in decode, by memory and conversions in prefill.
  * SPDX-License-Identifier: Apache-2.0
@@ -245,8 +245,8 @@ csa_status csa_cuda_prepare(const csa_context *context, const csa_prepare_args *
     return queue<NOTHING>("prepare", args, &none);
 }
 
-csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare_args *prepare,
-                                   const csa_summarize_args *summarize)
+csa_status csa_cuda_prepare_and_summarize(const csa_context *context, const csa_prepare_args *prepare,
+                                          const csa_summarize_args *summarize)
 {
     const csa_tokens *tokens = prepare->tokens;
     if (tokens->query_len <= 1)

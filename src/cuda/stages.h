@@ -18,7 +18,6 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args);
 csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args);
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
-csa_status csa_cuda_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args);
 
 extern const csa_compat_stages csa_cuda_compat_stages;
 
@@ -32,8 +31,8 @@ csa_status csa_cuda_load_compat(void);
 
 /* csa_cuda_prepare, then csa_cuda_summarize_decode, or _verify if query_len is more than 1, in one launch where
  * possible. Both describe the same tokens and cache; summarize's key is prepare's index_key_out. */
-csa_status csa_cuda_prepare_decode(const csa_context *context, const csa_prepare_args *prepare,
-                                   const csa_summarize_args *summarize);
+csa_status csa_cuda_prepare_and_summarize(const csa_context *context, const csa_prepare_args *prepare,
+                                          const csa_summarize_args *summarize);
 
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 

@@ -77,35 +77,3 @@ csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const
     }
     return status;
 }
-
-/* Decode alone prepares and summarises in one launch; with prefill, stage by stage. */
-csa_status csa_cuda_layer(const csa_context *context, const csa_plan *plan, const csa_layer_args *args)
-{
-    if (plan)
-        return csa_host_layer(context, plan, args);
-    const csa_prepare_args *p = args->prepare;
-    csa_summarize_args summarize = {};
-    summarize.tokens = p->tokens;
-    summarize.cache = p->cache;
-    summarize.key = p->index_key_out;
-    summarize.z = args->z;
-    summarize.stream = p->stream;
-    csa_step_args step = {};
-    step.tokens = p->tokens;
-    step.cache = p->cache;
-    step.index_query = p->index_query_out;
-    step.index_weights = p->index_weights_out;
-    step.query = p->query_out;
-    step.gate = args->gate;
-    step.out = args->out;
-    step.lse = args->lse;
-    step.rows_out = args->rows_out;
-    step.selected = args->selected;
-    step.regions = args->regions;
-    step.topk = args->topk;
-    step.scale = args->scale;
-    step.workspace = args->workspace;
-    step.stream = p->stream;
-    csa_status status = csa_cuda_prepare_decode(context, p, &summarize);
-    return status == CSA_OK ? csa_cuda_step(context, NULL, &step) : status;
-}
