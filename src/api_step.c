@@ -30,13 +30,6 @@ static void check_workspace(csa_checker *c, csa_workspace workspace, size_t need
                    WORKSPACE_ALIGNMENT);
 }
 
-static csa_step_shape step_shape(const csa_context *context, int64_t tokens, int64_t groups, int64_t regions,
-                                 int64_t topk)
-{
-    csa_step_shape shape = {tokens, groups, regions, topk, context->scratch_limit, context->cuda != NULL};
-    return shape;
-}
-
 /* ---- Score + select + attend + gate ------------------------------------------------------------- */
 
 /* What a step and a plan must agree on; fills in regions and topk. */
@@ -98,7 +91,7 @@ void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *
     settle_choice(c, plan, &to->nested, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = step_shape(context, tokens.extent, groups.extent, a->regions, a->topk);
+    csa_step_shape shape = csa_shape_of(context, tokens.extent, groups.extent, a->regions, a->topk);
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, csa_step_bytes(&shape));
     a->tokens = &to->nested.tokens;
@@ -191,7 +184,7 @@ csa_status csa_plan_prefill(const csa_context *context, const csa_plan_args *arg
     check_plan_args(&c, args, &a);
     if (c.status != CSA_OK)
         return c.status;
-    csa_step_shape shape = step_shape(context, a.tokens, a.groups, a.regions, a.topk);
+    csa_step_shape shape = csa_shape_of(context, a.tokens, a.groups, a.regions, a.topk);
     csa_plan *grown = grow_plan(*plan, a.tokens / csa_chunk_tokens(&shape) + 1);
     if (!grown)
         return csa_fail(CSA_ERROR_MEMORY, "csa_plan_prefill: out of memory");
@@ -269,7 +262,7 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
     settle_choice(c, plan, n, &a->regions, &a->topk);
     if (c->status != CSA_OK)
         return;
-    csa_step_shape shape = step_shape(context, tokens.extent, groups.extent, a->regions, a->topk);
+    csa_step_shape shape = csa_shape_of(context, tokens.extent, groups.extent, a->regions, a->topk);
     check_selected(c, &a->selected, &shape, &tokens, &groups);
     check_workspace(c, a->workspace, layer_bytes(plan, shape));
     a->prepare = p;

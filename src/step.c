@@ -36,12 +36,10 @@ csa_rows csa_slice_rows(const csa_rows *all, int64_t first, int64_t count)
     };
 }
 
-/* One chunk: its regions may be fewer than the step's, where the plan knows that no row sees more. */
-static csa_status run_chunk(const csa_context *context, const csa_step_args *a, int64_t first, int64_t count,
-                            int64_t regions, const csa_chunk_arrays *scratch)
+static csa_status run_chunk(const csa_context *context, const csa_step_args *a, const csa_chunk *chunk)
 {
-    int64_t groups = a->query.shape[1], rows = count * groups;
-    csa_step_shape shape = {.groups = groups, .regions = a->regions, .topk = a->topk};
+    int64_t first = chunk->first, count = chunk->count, groups = a->query.shape[1], rows = count * groups;
+    const csa_chunk_arrays *scratch = &chunk->scratch;
     csa_tokens tokens = resolve(a->tokens, first, count, scratch);
     csa_rows rows_out = csa_slice_rows(a->rows_out, first * groups, rows);
     if (!csa_present(&rows_out.current))
@@ -55,15 +53,15 @@ static csa_status run_chunk(const csa_context *context, const csa_step_args *a, 
         .stream = a->stream,
     };
     csa_select_args select = {
-        .scores = csa_tensor_2d(NULL, CSA_F32, rows, regions),
+        .scores = csa_tensor_2d(NULL, CSA_F32, rows, chunk->regions),
         .current = rows_out.current,
         .selected = csa_slice(a->selected, first * groups, rows),
         .topk = a->topk,
         .stream = a->stream,
     };
     if (!csa_present(&select.selected))
-        select.selected = csa_tensor_2d(scratch->selected, CSA_I64, rows, csa_list_columns(&shape));
-    if (regions > a->topk) {
+        select.selected = csa_tensor_2d(scratch->selected, CSA_I64, rows, csa_list_columns(chunk->shape));
+    if (chunk->regions > a->topk) {
         select.scores.data = scratch->scores;
         score.scores = select.scores;
     }
@@ -84,22 +82,36 @@ static csa_status run_chunk(const csa_context *context, const csa_step_args *a, 
     return status == CSA_OK ? context->stages->attend(context, &attend) : status;
 }
 
-csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
+csa_step_shape csa_shape_of(const csa_context *context, int64_t tokens, int64_t groups, int64_t regions,
+                            int64_t topk)
 {
-    csa_step_shape shape = {args->query.shape[0], args->query.shape[1],   args->regions,
-                            args->topk,           context->scratch_limit, false};
+    csa_step_shape shape = {tokens, groups, regions, topk, context->scratch_limit, context->cuda != NULL};
+    return shape;
+}
+
+csa_status csa_run_chunks(const csa_context *context, const csa_plan *plan, const csa_step_args *args,
+                          csa_run_chunk run)
+{
+    csa_step_shape shape =
+        csa_shape_of(context, args->query.shape[0], args->query.shape[1], args->regions, args->topk);
     if (shape.tokens == 0)
         return CSA_OK;
-    csa_chunk_arrays scratch = csa_lay_out_chunk(&shape, args->workspace.data);
+    csa_chunk chunk = {.shape = &shape, .scratch = csa_lay_out_chunk(&shape, args->workspace.data)};
     int64_t chunk_tokens = csa_chunk_tokens(&shape);
     csa_status status = CSA_OK;
-    for (int64_t first = 0, chunk = 0; first < shape.tokens && status == CSA_OK;
-         first += chunk_tokens, chunk++) {
-        int64_t left = shape.tokens - first, count = left < chunk_tokens ? left : chunk_tokens;
-        int64_t regions = plan ? plan->chunk_regions[chunk] : args->regions;
-        status = run_chunk(context, args, first, count, regions, &scratch);
+    for (int64_t number = 0; chunk.first < shape.tokens && status == CSA_OK; number++) {
+        int64_t left = shape.tokens - chunk.first;
+        chunk.count = left < chunk_tokens ? left : chunk_tokens;
+        chunk.regions = plan ? plan->chunk_regions[number] : args->regions;
+        status = run(context, args, &chunk);
+        chunk.first += chunk_tokens;
     }
     return status;
+}
+
+csa_status csa_host_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
+{
+    return csa_run_chunks(context, plan, args, run_chunk);
 }
 
 /* ---- A whole layer ------------------------------------------------------------------------------ */

@@ -91,6 +91,23 @@ CSA_INLINE bool csa_token_active(const csa_tokens *tokens, int64_t token)
     return csa_token_position(tokens, token) >= 0;
 }
 
+/* Section 4's metadata of a row, as far as it is asked for; current is clipped where it is an int32. */
+CSA_INLINE void csa_write_row(const csa_rows *rows, int64_t row, bool active, int64_t position)
+{
+    int64_t current = position / CSA_REGION;
+    int32_t clipped = current < INT32_MAX ? (int32_t)current : INT32_MAX - 1;
+    if (csa_present(&rows->active))
+        *(uint8_t *)csa_at(&rows->active, row, 0, 0) = active;
+    if (csa_present(&rows->positions))
+        *(int64_t *)csa_at(&rows->positions, row, 0, 0) = position;
+    if (csa_present(&rows->current))
+        *(int64_t *)csa_at(&rows->current, row, 0, 0) = current;
+    if (csa_present(&rows->lengths))
+        *(int32_t *)csa_at(&rows->lengths, row, 0, 0) = clipped + 1;
+    if (csa_present(&rows->topk_lengths))
+        *(int32_t *)csa_at(&rows->topk_lengths, row, 0, 0) = clipped;
+}
+
 /* First ring row of a request, -1 if it has no ring. */
 CSA_INLINE int64_t csa_token_ring(const csa_tokens *tokens, int64_t request)
 {

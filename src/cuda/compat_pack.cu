@@ -21,23 +21,6 @@ struct rows_call {
     int64_t count;
 };
 
-/* Section 4's metadata of a row; current is clipped where it is an int32. */
-__device__ static void write_metadata(const csa_rows *rows, int64_t row, bool active, int64_t position)
-{
-    int64_t current = position / CSA_REGION;
-    int32_t clipped = current < INT32_MAX ? (int32_t)current : INT32_MAX - 1;
-    if (csa_present(&rows->active))
-        *(uint8_t *)csa_at(&rows->active, row, 0, 0) = active;
-    if (csa_present(&rows->positions))
-        *(int64_t *)csa_at(&rows->positions, row, 0, 0) = position;
-    if (csa_present(&rows->current))
-        *(int64_t *)csa_at(&rows->current, row, 0, 0) = current;
-    if (csa_present(&rows->lengths))
-        *(int32_t *)csa_at(&rows->lengths, row, 0, 0) = clipped + 1;
-    if (csa_present(&rows->topk_lengths))
-        *(int32_t *)csa_at(&rows->topk_lengths, row, 0, 0) = clipped;
-}
-
 /* A token of no request has no pages: -1. */
 __device__ static void write_pages(const rows_call &call, int64_t row)
 {
@@ -65,7 +48,7 @@ static __global__ void rows_kernel(const __grid_constant__ rows_call call)
         bool active = csa_token_active(&call.tokens, row);
         int64_t position = active ? csa_token_position(&call.tokens, row) : 0;
         if (csa_lane() == 0)
-            write_metadata(&call.rows, row, active, position);
+            csa_write_row(&call.rows, row, active, position);
         if (csa_present(&call.page_table))
             write_pages(call, row);
         if (csa_present(&call.selected))

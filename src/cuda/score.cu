@@ -15,6 +15,7 @@
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "../tokens.h"
 #include "device/instructions.cuh"
 #include "device/views.cuh"
 #include "launch.h"
@@ -38,8 +39,8 @@ struct score_params {
     const uint8_t *summaries;
     int64_t block_step, region_step; /* of the summaries */
     view query, weights, scores;     /* of the span's tokens and rows */
-    view active, positions, current, lengths, topk_lengths;
-    uint32_t first, count; /* the span */
+    csa_rows rows;                   /* outputs */
+    uint32_t first, count;           /* the span */
     uint32_t groups, heads, regions;
     uint32_t window, windows; /* tokens of one; how many */
     int width; /* a step: rows that rank at most so many are left out; -1: all, and the current region too */
@@ -60,17 +61,7 @@ __device__ uint32_t regions_to_score(const score_params &p, const token_place &p
 __device__ void write_metadata(const score_params &p, uint32_t row)
 {
     int64_t position = p.tokens.place(p.first + quotient(row, p.groups)).position;
-    if (p.active)
-        *p.active.at(row) = position >= 0;
-    position = position < 0 ? 0 : position;
-    if (p.positions)
-        *(int64_t *)p.positions.at(row) = position;
-    if (p.current)
-        *(int64_t *)p.current.at(row) = position / CSA_REGION;
-    if (p.lengths)
-        *(int32_t *)p.lengths.at(row) = (int32_t)(position / CSA_REGION + 1);
-    if (p.topk_lengths)
-        *(int32_t *)p.topk_lengths.at(row) = (int32_t)(position / CSA_REGION);
+    csa_write_row(&p.rows, row, position >= 0, max(position, (int64_t)0));
 }
 
 /* ---- Windows ------------------------------------------------------------------------------------ */
@@ -504,14 +495,9 @@ csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args 
     if (scored)
         p.scores = csa_view(scores);
     p.regions = scored ? (uint32_t)scores.shape[1] : 0;
-    if (args->rows_out) {
-        p.metadata = true;
-        p.active = csa_view(args->rows_out->active);
-        p.positions = csa_view(args->rows_out->positions);
-        p.current = csa_view(args->rows_out->current);
-        p.lengths = csa_view(args->rows_out->lengths);
-        p.topk_lengths = csa_view(args->rows_out->topk_lengths);
-    }
+    p.metadata = args->rows_out != nullptr;
+    if (p.metadata)
+        p.rows = *args->rows_out;
     p.first = (uint32_t)span.first;
     p.count = (uint32_t)span.count;
     p.groups = (uint32_t)query.shape[1];

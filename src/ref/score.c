@@ -23,22 +23,6 @@ float csa_ref_score_summary(const uint8_t *query, int64_t stride, const float *w
     return ((chain[0] + chain[1]) + chain[2]) + chain[3];
 }
 
-static void write_row(const csa_rows *rows, int64_t row, bool active, int64_t position)
-{
-    int64_t current = position / CSA_REGION;
-    int32_t clipped = current < INT32_MAX ? (int32_t)current : INT32_MAX - 1;
-    if (csa_present(&rows->active))
-        *(uint8_t *)csa_at(&rows->active, row, 0, 0) = active;
-    if (csa_present(&rows->positions))
-        *(int64_t *)csa_at(&rows->positions, row, 0, 0) = position;
-    if (csa_present(&rows->current))
-        *(int64_t *)csa_at(&rows->current, row, 0, 0) = current;
-    if (csa_present(&rows->lengths))
-        *(int32_t *)csa_at(&rows->lengths, row, 0, 0) = clipped + 1;
-    if (csa_present(&rows->topk_lengths))
-        *(int32_t *)csa_at(&rows->topk_lengths, row, 0, 0) = clipped;
-}
-
 static void score_row(void *data, int64_t row)
 {
     const csa_score_args *a = data;
@@ -46,7 +30,7 @@ static void score_row(void *data, int64_t row)
     bool active = csa_token_active(a->tokens, token);
     int64_t position = active ? csa_token_position(a->tokens, token) : 0;
     if (a->rows_out)
-        write_row(a->rows_out, row, active, position);
+        csa_write_row(a->rows_out, row, active, position);
     if (!csa_present(&a->scores))
         return;
     int64_t request = csa_token_owner(a->tokens, token), last = a->scores.shape[1] - 1;
