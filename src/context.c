@@ -124,13 +124,11 @@ csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
 
 csa_status csa_device_describe(csa_backend number, int32_t device, char *text, size_t capacity)
 {
-    char line[256] = "";
+    char line[256];
     const char *why;
     const csa_cuda_module *cuda = number == CSA_BACKEND_CUDA ? csa_open_cuda(&why) : NULL;
+    snprintf(line, sizeof line, "%s has no device %d", csa_backend_name(number), (int)device);
     csa_status status = cuda ? cuda->describe_device(device, line, sizeof line) : CSA_ERROR_ARGUMENT;
-    if (status == CSA_ERROR_ARGUMENT)
-        return csa_fail(status, "csa_device_describe: %s has no device %d", csa_backend_name(number),
-                        (int)device);
     copy_text(line, text, capacity);
     return status == CSA_OK ? CSA_OK : csa_fail(status, "csa_device_describe: %s", line);
 }
