@@ -75,24 +75,26 @@ static void score_add_token(score_columns *c, const csa_score_args *a, int64_t t
     }
 }
 
-static const uint8_t score_no_summary[CSA_SUMMARY_SIZE];
+static const uint8_t score_no_summary[SCORE_TILE * CSA_SUMMARY_SIZE];
 
-/* Summaries of LANES regions from `region` on; the mask has a bit for each that is not mapped. */
-static unsigned score_find(const csa_score_args *a, int64_t request, int64_t region, const uint8_t **summaries)
+/* Summaries of LANES regions from `region` on, of each `run` the first; the mask has a bit for each that is not
+ * mapped. */
+static inline unsigned score_find(const csa_score_args *a, int64_t request, int64_t region, int run,
+                                  const uint8_t **summaries)
 {
     const csa_tensor *t = &a->cache->summaries;
     unsigned missing = 0, shift = (unsigned)__builtin_ctzll((unsigned long long)t->shape[1]);
     int64_t per_block = t->shape[1], within = region & (per_block - 1);
     const uint8_t *next = NULL;
-    for (int i = 0; i < LANES; i++, region++, within++) {
+    for (int i = 0; i < LANES; i += run, region += run, within += run) {
         if (i == 0 || within == per_block) {
             int64_t block = csa_mapped_block(&a->tokens->block_table, request, region >> shift, t->shape[0]);
             within &= per_block - 1;
             next = block < 0 ? NULL : csa_at(t, block, within, 0);
         }
         summaries[i] = next ? next : score_no_summary;
-        missing |= next ? 0 : 1U << i;
-        next = next ? next + t->stride[1] : NULL;
+        missing |= next ? 0 : ((1U << run) - 1) << i;
+        next = next ? next + run * t->stride[1] : NULL;
     }
     return missing;
 }
@@ -104,6 +106,7 @@ typedef vp score_keys[SCORE_VECTORS][SCORE_TILE];
 typedef struct score_next {
     const uint8_t **summaries, **later;
     vp (*keys)[SCORE_TILE];
+    int run; /* regions in one piece, at most SCORE_TILE: one address serves them */
 } score_next;
 
 /* Vectors v and v + 1 of the tile; asks for the same of a later block: requests to memory that pile
@@ -112,8 +115,11 @@ static inline void score_decode(const score_next *next, int v)
 {
     for (int r = 0; r < SCORE_TILE; r++) {
         size_t at = (size_t)v * 2 * LANES;
-        __builtin_prefetch(next->later[r] + at, 0, 3);
-        vp_decode(next->summaries[r] + at, &next->keys[v][r], &next->keys[v + 1][r]);
+        const uint8_t *const *summaries = next->summaries + r / next->run * next->run;
+        const uint8_t *const *later = next->later + r / next->run * next->run;
+        at += (size_t)(r % next->run) * CSA_SUMMARY_SIZE;
+        __builtin_prefetch(*later + at, 0, 3);
+        vp_decode(*summaries + at, &next->keys[v][r], &next->keys[v + 1][r]);
     }
 }
 
@@ -170,32 +176,44 @@ static inline void score_tile(const score_columns *c, vp keys[][SCORE_TILE], con
     }
 }
 
-/* Regions [first, end) for the columns' rows, all of one request. */
-static void score_span(const csa_score_args *a, const score_columns *c, int64_t request, int64_t first,
-                       int64_t end)
+static inline void score_runs(const csa_score_args *a, const score_columns *c, int64_t request, int64_t first,
+                              int64_t end, int run)
 {
     enum { KEPT = SCORE_AHEAD + 1 };
     const uint8_t *found[KEPT][LANES];
     unsigned missing[KEPT];
     score_keys keys[2];
     for (int i = 0; i < SCORE_AHEAD; i++)
-        missing[i] = score_find(a, request, first + i * LANES, found[i]);
-    score_next start = {found[0], found[0], keys[0]};
+        missing[i] = score_find(a, request, first + i * LANES, run, found[i]);
+    score_next start = {found[0], found[0], keys[0], run};
     for (int v = 0; v < SCORE_VECTORS; v += 2)
         score_decode(&start, v);
     int now = 0;
     for (int64_t region = first; region < end; region += LANES, now = (now + 1) % KEPT) {
         int after = (now + 1) % KEPT, later = (now + SCORE_AHEAD) % KEPT;
         vf chain[SCORE_QUADS][4];
-        missing[later] = score_find(a, request, region + SCORE_AHEAD * LANES, found[later]);
+        missing[later] = score_find(a, request, region + SCORE_AHEAD * LANES, run, found[later]);
         for (int t = 0; t < 4; t++) {
             score_next next = {t < 3 ? found[now] + (t + 1) * SCORE_TILE : found[after],
-                               found[later] + t * SCORE_TILE, keys[(t + 1) & 1]};
+                               found[later] + t * SCORE_TILE, keys[(t + 1) & 1], run};
             score_tile(c, keys[t & 1], &next, t, chain);
         }
         for (int i = 0; i < c->row_count; i++)
             score_store(a, &c->rows[i], region, vf_chains(chain[i]), missing[now]);
     }
+}
+
+/* Regions [first, end) for the columns' rows, all of one request. */
+static void score_span(const csa_score_args *a, const score_columns *c, int64_t request, int64_t first,
+                       int64_t end)
+{
+    const csa_tensor *t = &a->cache->summaries;
+    if (t->stride[1] != CSA_SUMMARY_SIZE)
+        score_runs(a, c, request, first, end, 1);
+    else if (t->shape[1] < SCORE_TILE)
+        score_runs(a, c, request, first, end, 2);
+    else
+        score_runs(a, c, request, first, end, SCORE_TILE);
 }
 
 /* Share `span` of `spans` of the regions that tokens [first, end), all of one request, see. */
