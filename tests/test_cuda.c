@@ -784,7 +784,7 @@ int main(void)
 {
     char text[256];
     tier = getenv("CSA_TEST_TIER") ? strdup(getenv("CSA_TEST_TIER")) : NULL;
-    unsetenv("CSA_TEST_TIER"); /* what support.c makes is on the host here */
+    unsetenv("CSA_TEST_TIER"); /* what support_world.c makes is on the host here */
     unsetenv("CSA_TEST_BACKEND");
     if (csa_backend_describe(CSA_BACKEND_CUDA, text, sizeof text) != CSA_OK) {
         print_message("skipped: no back end cuda here: %s\n", text);
