@@ -1,7 +1,8 @@
 /*
  * Where a step's tokens stand, and which memory their ids lead to, on host and device alike. Everything that
- * turns an id into an address is here, bounds-checked: a bad id gives -1 or NULL. SPDX-License-Identifier:
- * Apache-2.0
+ * turns an id into an address is here, bounds-checked: a bad id gives -1 or NULL.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_TOKENS_H
 #define CSA_TOKENS_H

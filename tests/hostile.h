@@ -1,7 +1,8 @@
 /*
  * What the hostile tests share: comparisons of a call's outputs with the oracle, for calls whose ids may be
- * bad, since they are looked up as docs/SPEC.md says; who wrote which rows; refusals. SPDX-License-Identifier:
- * Apache-2.0
+ * bad, since they are looked up as docs/SPEC.md says; who wrote which rows; refusals.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_TEST_HOSTILE_H
 #define CSA_TEST_HOSTILE_H

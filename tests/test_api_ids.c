@@ -1,7 +1,8 @@
 /*
  * Checking mode: each bad id, length or position is refused by name before anything is written; the ids of
- * padding are not looked at. Without it the same calls succeed and stay in bounds. SPDX-License-Identifier:
- * Apache-2.0
+ * padding are not looked at. Without it the same calls succeed and stay in bounds.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #include "calls.h"
 

@@ -1,7 +1,8 @@
 /*
  * The cuda back end as an engine uses it: device memory, streams, captured graphs, many rows, large caches.
- * (What its calls compute, all other tests say behind the mirror, docs/TESTING.md.) SPDX-License-Identifier:
- * Apache-2.0
+ * (What its calls compute, all other tests say behind the mirror, docs/TESTING.md.)
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #include "support.h"
 

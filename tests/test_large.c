@@ -1,7 +1,8 @@
 /*
  * Offsets past 2^31 and 2^32, in bytes and in elements: sparse mappings of which only a few pages are touched
- * hold the same numbers as a small world, and every result must be the same. SPDX-License-Identifier:
- * Apache-2.0
+ * hold the same numbers as a small world, and every result must be the same.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #include "hostile.h"

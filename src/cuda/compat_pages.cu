@@ -2,8 +2,9 @@
  * Section 9: a selection as lists of 8-token pages, from true positions or from upper bounds.
  *
  * Where rows start is one block's running sum over all rows, 256 at a time; then a warp per row writes what is
- * said of it and its pages. Bound by launches and, with pages, by reading the lists. SPDX-License-Identifier:
- * Apache-2.0
+ * said of it and its pages. Bound by launches and, with pages, by reading the lists.
+ *
+ * SPDX-License-Identifier: Apache-2.0
  */
 #include "../pages.h"
 #include "../tokens.h"

@@ -93,8 +93,7 @@ static __device__ __forceinline__ float exp2_fast(float x)
     return y;
 }
 
-/* ---- Loads and asynchronous copies ------------------------------------------------------------------------
- */
+/* ---- Loads and asynchronous copies -------------------------------------------------------------- */
 
 /* 16 bytes of what nobody writes meanwhile and few read again; the neighbours in 256 bytes will be wanted too.
  * volatile: where a condition guards the address, it must not be loaded before. */
@@ -182,7 +181,7 @@ template <int blocks> static __device__ __forceinline__ void cluster_wait()
     __syncthreads();
 }
 
-/* The address at which the block of that rank has what this block has at p, for load_from_cluster. */
+/* The address at which the block of that rank has what this block has at p, for cluster_load. */
 template <int blocks> static __device__ __forceinline__ uint32_t cluster_address(const void *p, int rank)
 {
     uint32_t address = shared_address(p);
