@@ -736,6 +736,118 @@ static void layers_agree_with_ref(void **state)
     csa_context_destroy(ref);
 }
 
+/* ---- Long rows ---------------------------------------------------------------------------------- */
+
+enum { SCORE_SORTS = 5 };
+
+/* Scores of all magnitudes; few values; one; hardly any but NaN; half of them 0. */
+static float draw_score(test_random *r, int sort)
+{
+    float x = (float)random_normal(r);
+    switch (sort) {
+    case 0:
+        return random_chance(r, 80) ? x : x * 1e20F;
+    case 1:
+        return (float)random_between(r, 0, 2);
+    case 2:
+        return -1.5F;
+    case 3:
+        return random_chance(r, 1) ? x : NAN;
+    default:
+        return x > 0 ? x : 0;
+    }
+}
+
+static void *to_new_memory(const void *from, size_t bytes)
+{
+    void *memory = allocate(bytes);
+    CHECK_CUDA(cudaMemcpy(memory, from, bytes, cudaMemcpyHostToDevice));
+    return memory;
+}
+
+static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, int sort)
+{
+    enum { ROWS = 3 };
+    test_random r = random_of((uint64_t)(regions * 8 + sort), (uint64_t)topk);
+    size_t score_bytes = (size_t)(ROWS * regions) * sizeof(float),
+           bytes = (size_t)(ROWS * (topk + 1)) * sizeof(int64_t);
+    float *scores = malloc(score_bytes);
+    int64_t *expected = malloc(bytes), *got = malloc(bytes), current[ROWS];
+    for (int64_t i = 0; i < ROWS * regions; i++)
+        scores[i] = draw_score(&r, sort);
+    for (int row = 0; row < ROWS; row++)
+        current[row] = row == 0 ? regions - 1 : random_between(&r, topk, regions - 1);
+    csa_select_args args = {
+        .size = sizeof args,
+        .scores = csa_tensor_2d(scores, CSA_F32, ROWS, regions),
+        .current = csa_tensor_1d(current, CSA_I64, ROWS),
+        .selected = csa_tensor_2d(expected, CSA_I64, ROWS, topk + 1),
+        .topk = topk,
+    };
+    CHECK_OK(csa_select(ref, &args));
+    args.scores.data = to_new_memory(scores, score_bytes);
+    args.current.data = to_new_memory(current, sizeof current);
+    args.selected.data = allocate(bytes);
+    args.stream = stream;
+    CHECK_OK(csa_select(context, &args));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(got, args.selected.data, bytes, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < ROWS * (topk + 1); i++)
+        CHECKF(got[i] == expected[i], "%d regions, topk %d, sort %d: entry %d is %d, expected %d", (int)regions,
+               (int)topk, sort, (int)i, (int)got[i], (int)expected[i]);
+    CHECK_CUDA(cudaFree(args.scores.data));
+    CHECK_CUDA(cudaFree(args.current.data));
+    CHECK_CUDA(cudaFree(args.selected.data));
+    free(scores);
+    free(expected);
+    free(got);
+}
+
+/* Past 8192 regions, peaks are searched first; past 131,072, peaks of more than eight. */
+static void long_rows_are_selected(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {8193, 40001, 150000};
+    csa_context *ref = test_context((csa_context_options){.backend = CSA_BACKEND_REF});
+    for (int i = 0; i < (test_quick() ? 1 : 3); i++)
+        for (int sort = 0; sort < SCORE_SORTS; sort++) {
+            expect_selection(ref, lengths[i], 1, sort);
+            expect_selection(ref, lengths[i], 512, sort);
+            expect_selection(ref, lengths[i], 1024, sort);
+        }
+    csa_context_destroy(ref);
+}
+
+/* In a step, score finds the peaks. */
+static void long_steps_select_like_stages(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    twin t;
+    make_twin(&t,
+              (world_shape){.exact_length = 72000,
+                            .requests = 2,
+                            .query_len = 2,
+                            .topk = 512,
+                            .block_size = 128,
+                            .kv_dtype = CSA_E4M3},
+              79);
+    csa_score_args score = world_score(&t.device);
+    csa_select_args select = world_select(&t.device);
+    CHECK_OK(queue(DECODE, &t));
+    to_host(&t);
+    csa_tensor selected = t.host.selected;
+    selected.data = malloc((size_t)(tensor_count(&selected) * 8));
+    memcpy(selected.data, t.host.selected.data, (size_t)(tensor_count(&selected) * 8));
+    score.stream = select.stream = stream;
+    CHECK_OK(csa_score(context, &score));
+    CHECK_OK(csa_select(context, &select));
+    to_host(&t);
+    tensor_expect_equal("selected", &selected, &t.host.selected);
+    free(selected.data);
+    end_twin(&t);
+}
+
 /* ---- Contexts ----------------------------------------------------------------------------------- */
 
 static void bad_ids_are_named(void **state)
@@ -797,6 +909,7 @@ int main(void)
         cmocka_unit_test(contexts_share_a_device),      cmocka_unit_test(decode_takes_many_rows),
         cmocka_unit_test(stages_take_many_rows),        cmocka_unit_test(prepare_takes_many_tokens),
         cmocka_unit_test(blocks_may_lie_far_apart),     cmocka_unit_test(bad_ids_are_named),
+        cmocka_unit_test(long_rows_are_selected),       cmocka_unit_test(long_steps_select_like_stages),
         cmocka_unit_test(what_is_not_there_is_refused),
     };
     test_seed();

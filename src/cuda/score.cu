@@ -39,6 +39,7 @@ struct score_params {
     const uint8_t *summaries;
     int64_t block_step, region_step; /* of the summaries */
     view query, weights, scores;     /* of the span's tokens and rows */
+    view peaks;                      /* a step: the largest of each CSA_PEAK neighbours of a row */
     csa_rows rows;                   /* outputs */
     uint32_t first, count;           /* the span */
     uint32_t groups, heads, regions;
@@ -163,7 +164,7 @@ template <int PACKS> struct batch {
     uint4 query[PACKS][STEPS][32];                                /* operand b of both products of a pack */
     float4 weight[PACKS][4];                                      /* pack, row of the pack: four heads */
     const uint8_t *row_query[PACKS * 4], *row_weights[PACKS * 4]; /* NULL: no row */
-    float *scores[PACKS * 4];                                     /* where a row's scores go */
+    float *scores[PACKS * 4], *peaks[PACKS * 4];                  /* where a row's scores go */
     uint32_t need[PACKS * 4];
 };
 
@@ -179,6 +180,7 @@ __device__ void find_rows(const score_params &p, batch<PACKS> &b, const window_t
     bool real = i < here;
     b.need[i] = real ? w.need[start + of] : 0;
     b.scores[i] = real ? (float *)p.scores.at(token * p.groups + row) : nullptr;
+    b.peaks[i] = real ? (float *)p.peaks.at(token * p.groups + row) : nullptr;
     b.row_query[i] = real ? p.query.at(token + of, group) : nullptr;
     b.row_weights[i] = real ? p.weights.at(token + of, group) : nullptr;
 }
@@ -250,6 +252,24 @@ template <bool ALIGNED, int HALVES> struct tile_data {
     }
 };
 
+/* The largest of each eight regions, which lie in lanes of a row, to its peaks; NaN only where all are. */
+template <int HALVES>
+__device__ void write_peaks(float (&peaks)[2 * HALVES], float *to, uint32_t region, uint32_t need)
+{
+    static_assert(CSA_PEAK == 8, "lanes of a row");
+    uint32_t g = threadIdx.x % 32 / 4, first = region - g;
+    float own = NAN;
+#pragma unroll
+    for (int i = 0; i < 2 * HALVES; i++) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2)
+            peaks[i] = fmaxf(peaks[i], __shfl_xor_sync(~0U, peaks[i], step));
+        own = (int)g == i ? peaks[i] : own;
+    }
+    if (g < 2 * HALVES && first + g * CSA_PEAK < need)
+        to[first / CSA_PEAK + g] = own;
+}
+
 /* Scores 16 * HALVES regions for the rows of the first PACKS packs of a batch. */
 template <int PACKS, bool ALIGNED, int HALVES, typename Batch>
 __device__ void score_regions(const score_params &p, const Batch &b, const tile_data<ALIGNED, HALVES> &tile,
@@ -285,7 +305,7 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
         float4 w = b.weight[pack][t];
         int quad = pack & (quads - 1), row = (pack >> quad_shift) * 4 + t;
         uint32_t need = b.need[row];
-        float *scores = b.scores[row] + region;
+        float *scores = b.scores[row] + region, peaks[2 * HALVES];
 #pragma unroll
         for (int i = 0; i < 2 * HALVES; i++) {
             float weights[4] = {w.x, w.y, w.z, w.w};
@@ -295,10 +315,13 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
                 chain[i][head] = fmaf(weights[head], fmaxf(dot, 0.0F), quad ? chain[i][head] : 0.0F);
             }
             float score = ((chain[i][0] + chain[i][1]) + chain[i][2]) + chain[i][3];
+            score = p.map.valid(tile.block[i]) ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
+            peaks[i] = region + i * 8 < need ? score : NAN;
             if (quad == quads - 1 && region + i * 8 < need)
-                scores[i * 8] =
-                    p.map.valid(tile.block[i]) ? score + 0.0F : 0.0F; /* never -0: it would tell of padding */
+                scores[i * 8] = score;
         }
+        if (p.peaks && quad == quads - 1)
+            write_peaks<HALVES>(peaks, b.peaks[row], region, need);
     }
 }
 
@@ -474,15 +497,11 @@ csa_status csa_cuda_load_score(void)
     return status == CSA_OK ? csa_load("score", score_kernel<false, 4>, sizeof(batch<4>)) : status;
 }
 
-csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
-                               int64_t width)
+/* What scoring alone and scoring in a step have in common. */
+static csa_status fill_params(score_params &p, const csa_score_args *args)
 {
-    const csa_tensor &summaries = args->cache->summaries, &query = args->query, &scores = args->scores;
-    bool scored = csa_present(&scores) && scores.shape[1] > 0;
-    score_params p = {};
-    if (span.count == 0 || (!args->rows_out && !scored))
-        return CSA_OK;
-    if (scored && scores.shape[1] > INT32_MAX)
+    const csa_tensor &summaries = args->cache->summaries, &scores = args->scores;
+    if (csa_present(&scores) && scores.shape[1] > INT32_MAX)
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most 2^31 - 1 are supported",
                              (long long)scores.shape[1]);
     p.tokens = csa_token_source(*args->tokens);
@@ -490,27 +509,46 @@ csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args 
     p.summaries = (const uint8_t *)summaries.data;
     p.block_step = csa_view(summaries).step[0];
     p.region_step = csa_view(summaries).step[1];
-    p.query = csa_view(query);
+    p.query = csa_view(args->query);
     p.weights = csa_view(args->weights);
-    if (scored)
+    if (csa_present(&scores) && scores.shape[1] > 0) {
         p.scores = csa_view(scores);
-    p.regions = scored ? (uint32_t)scores.shape[1] : 0;
+        p.regions = (uint32_t)scores.shape[1];
+    }
     p.metadata = args->rows_out != nullptr;
     if (p.metadata)
         p.rows = *args->rows_out;
-    p.first = (uint32_t)span.first;
-    p.count = (uint32_t)span.count;
-    p.groups = (uint32_t)query.shape[1];
-    p.heads = (uint32_t)query.shape[2];
-    p.width = (int)width;
+    p.count = (uint32_t)args->query.shape[0];
+    p.groups = (uint32_t)args->query.shape[1];
+    p.heads = (uint32_t)args->query.shape[2];
+    p.width = -1;
     while ((1 << p.block_shift) < summaries.shape[1])
         p.block_shift++;
-    bool aligned = csa_aligned(&summaries) && csa_aligned(&query);
+    return CSA_OK;
+}
+
+static csa_status run(const csa_context *context, score_params &p, const csa_score_args *args)
+{
+    if (p.count == 0 || (!p.metadata && p.regions == 0))
+        return CSA_OK;
+    bool aligned = csa_aligned(&args->cache->summaries) && csa_aligned(&args->query);
     return queue_score(context, p, aligned, mixed_tokens(*args->tokens), args->stream);
 }
 
 csa_status csa_cuda_score(const csa_context *context, const csa_score_args *args)
 {
-    csa_span all = {0, args->query.shape[0], false};
-    return csa_cuda_score_span(context, args, all, -1);
+    score_params p = {};
+    csa_status status = fill_params(p, args);
+    return status == CSA_OK ? run(context, p, args) : status;
+}
+
+csa_status csa_cuda_score_in_step(const csa_context *context, const csa_score_args *args,
+                                  const csa_ranking *ranking, int64_t width)
+{
+    score_params p = {};
+    csa_status status = fill_params(p, args);
+    p.first = (uint32_t)ranking->first;
+    p.width = (int)width;
+    p.peaks = csa_view(ranking->peaks);
+    return status == CSA_OK ? run(context, p, args) : status;
 }
