@@ -810,9 +810,11 @@ static void long_rows_are_selected(void **state)
     const int64_t lengths[] = {8193, 40001, 150000};
     csa_context *ref = test_context((csa_context_options){.backend = CSA_BACKEND_REF});
     for (int i = 0; i < (test_quick() ? 1 : 3); i++)
-        for (int sort = 0; sort < SCORE_SORTS; sort++) {
-            expect_selection(ref, lengths[i], 1, sort);
+        for (int sort = 0; sort < SCORE_SORTS; sort += test_quick() ? 4 : 1) {
             expect_selection(ref, lengths[i], 512, sort);
+            if (test_quick())
+                continue;
+            expect_selection(ref, lengths[i], 1, sort);
             expect_selection(ref, lengths[i], 1024, sort);
         }
     csa_context_destroy(ref);

@@ -34,47 +34,14 @@ namespace
 
 enum {
     LEVELS = 3,                    /* of the tree of a piece's units */
-    MOST_BLOCKS = 8,               /* of a cluster */
     RECORD = CSA_RECORD_FLOATS / 4 /* float4s */
 };
 static_assert(UNITS == 1 << LEVELS, "a tree of units");
 static_assert(RECORD == (1 + TILES) * THREADS, "a record is a partial result of each thread");
 
-/* ---- Which entries of a row's list a block works on --------------------------------------------- */
-
-/* Units of so many live entries; one alone in the last piece, behind others, is not counted. */
-__host__ __device__ uint32_t units_of(uint32_t entries)
-{
-    return (entries + UNIT - 1) / UNIT - (entries > 1 && entries % CSA_PIECE == 1);
-}
-
-/* What of a row a block has: units from `first`, and perhaps the row's last one. */
-struct share {
+/* What a block works on: its share of a row, and whose row that is. */
+struct share : csa_share {
     uint32_t token, group;
-    uint32_t part, parts;  /* of the row; as many as have units */
-    uint32_t rank;         /* within a cluster */
-    uint32_t entries;      /* live ones of the row, which end its list */
-    uint32_t first, units; /* the last one included */
-    uint32_t pieces;       /* of the row */
-    bool tail;             /* has this block, alone, also the row's last unit, which is a piece? */
-
-    __device__ void find(const attend_params &p, int blocks, int64_t position)
-    {
-        int64_t live = position < 0 ? 0 : position / CSA_REGION + 1;
-        entries = (uint32_t)min(live, (int64_t)p.columns);
-        uint32_t all = blocks > 1 ? (entries + UNIT - 1) / UNIT : units_of(entries), own = UNITS / blocks;
-        pieces = (entries + CSA_PIECE - 1) / CSA_PIECE;
-        parts = p.parts > 1 ? max(1U, (all + p.part_units - 1) / p.part_units) : 1;
-        first = part * p.part_units + rank * (blocks > 1 ? own : 0);
-        units = part < parts && first < all ? min(all - first, blocks > 1 ? own : (uint32_t)p.part_units) : 0;
-        tail = all * UNIT < entries && part + 1 == parts;
-        units += tail;
-    }
-    /* Where the unit of that number among the block's is in the row. */
-    __device__ uint32_t unit(uint32_t number) const
-    {
-        return tail && number + 1 == units ? (pieces - 1) * UNITS : first + number;
-    }
 };
 
 /* Brings the block's entries to s.entries, resolved; what is missing of a unit is 0. */
@@ -86,7 +53,7 @@ __device__ void find_entries(const attend_params &p, shared_state<FP8> &s, const
     const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - own.entries);
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < own.units * UNIT; i += THREADS) {
-        uint32_t entry = own.unit(i / UNIT) * UNIT + i % UNIT;
+        uint32_t entry = csa_unit_of(&own, i / UNIT) * UNIT + i % UNIT;
         s.entries[i] = entry < own.entries ? resolve_entry(p, blocks, list[entry], place.position) : 0;
     }
     __syncthreads();
@@ -183,7 +150,7 @@ __device__ __forceinline__ void clear(slice &r)
 
 __device__ float4 *find_record(const attend_params &p, uint32_t row, uint32_t piece)
 {
-    return p.records + ((int64_t)row * p.pieces + piece) * RECORD;
+    return p.records + ((int64_t)row * p.cut.pieces + piece) * RECORD;
 }
 
 /* Joins a row's pieces one after the other, as fetch_one(piece, result) brings them, AT_ONCE on their way at a
@@ -345,7 +312,7 @@ __device__ __forceinline__ void finish_in_cluster(const attend_params &p, const 
     }
     __syncwarp();
     cluster_arrive(); /* this block has read what it needs of the others */
-    if (!alone && is_last(p.counters + row * MOST_BLOCKS + own.rank, own.parts, last)) {
+    if (!alone && is_last(p.counters + row * CSA_MOST_BLOCKS + own.rank, own.parts, last)) {
 #pragma unroll 1
         for (uint32_t of = threadIdx.x / OWN; of < 4; of += BLOCKS) {
             slice result;
@@ -372,15 +339,13 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     constexpr int STAGES = layout<FP8>::STAGES;
     extern __shared__ __align__(16) unsigned char shared[];
     shared_state<FP8> &s = *(shared_state<FP8> *)shared;
-    uint32_t item = blockIdx.x / BLOCKS, row = quotient(item, p.parts);
-    uint32_t thread = threadIdx.x; /* whose share of the row this one writes */
+    uint32_t item = blockIdx.x / BLOCKS, row = quotient(item, p.cut.parts), part = item - row * p.cut.parts;
+    uint32_t thread = threadIdx.x, rank = blockIdx.x % BLOCKS; /* whose share of the row this thread writes */
     share own;
-    own.part = item - row * p.parts;
-    own.rank = blockIdx.x % BLOCKS;
     own.token = quotient(row, p.groups);
     own.group = row - own.token * p.groups;
     if (BLOCKS > 1)
-        thread = own.rank * (THREADS / BLOCKS) + threadIdx.x % (THREADS / BLOCKS);
+        thread = rank * (THREADS / BLOCKS) + threadIdx.x % (THREADS / BLOCKS);
     start_kernel_behind();
 
     finish f;
@@ -388,8 +353,9 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
     token_place place = p.tokens.place(p.first + own.token);
     if (p.positions)
         place.position = *p.active.at(row) ? *(const int64_t *)p.positions.at(row) : -1;
-    own.find(p, BLOCKS, place.position);
-    if (own.part >= own.parts) /* no block of its cluster has a unit */
+    int64_t live = place.position < 0 ? 0 : place.position / CSA_REGION + 1;
+    (csa_share &)own = csa_find_share(&p.cut, part, rank, (uint32_t)min(live, (int64_t)p.columns));
+    if (own.part >= own.parts) /* nor has another block of its cluster a unit */
         return;
     if (threadIdx.x < 64) { /* a warp for each eight heads */
         const uint8_t *query = p.query.at(own.token, own.group);
@@ -416,10 +382,9 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
         leave(left, result);
 #pragma unroll 1
     for (int done = 0; done < total;) {
-        int live = min(UNITS / BLOCKS, total - (int)own.tail - done); /* units of this piece */
-        live = live > 0 ? live : 1;
+        int together = (int)csa_units_together(&own, done);
 #pragma unroll 1
-        for (int unit = 0; unit < live; unit++, done++) {
+        for (int unit = 0; unit < together; unit++, done++) {
             unsigned char *stage = s.stage[done % STAGES];
             copies_wait<STAGES - 1>();
             sum = nothing();
@@ -431,12 +396,12 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
             if (UNITS / BLOCKS > 1)
                 join_next(waiting, sum, unit);
         }
-        if (UNITS / BLOCKS > 1 && live < UNITS)
-            join_rest(waiting, sum, live);
+        if (UNITS / BLOCKS > 1 && together < UNITS)
+            join_rest(waiting, sum, together);
         if (BLOCKS > 1)
             leave(left, sum);
         else if (own.parts > 1)
-            leave(find_record(p, row, own.unit(done - 1) / UNITS), sum);
+            leave(find_record(p, row, csa_unit_of(&own, done - 1) / UNITS), sum);
         else
             join(result, sum);
     }
@@ -447,47 +412,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constan
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
-
-/* Clusters of 1, 2, 4 and 8 blocks that fit a Hopper of 132 multiprocessors at a time, as it says itself:
- * clusters do not cross its partitions, so that larger ones leave some of it idle. */
-const int CLUSTERS_AT_ONCE[] = {264, 132, 62, 30};
-
-/* Blocks that share a piece so that `pieces` are done soonest. A cluster's time is counted in units of work:
- * its share of a piece, one to begin and, if blocks have to meet, one for that. */
-int blocks_of_piece(const csa_context *context, int64_t pieces)
-{
-    int best = 1;
-    int64_t best_time = INT64_MAX;
-    for (int blocks = 1, i = 0; blocks <= (context->portable ? 1 : MOST_BLOCKS); blocks *= 2, i++) {
-        int64_t at_once = CLUSTERS_AT_ONCE[i] * (int64_t)context->multiprocessors / 132;
-        int64_t waves = (pieces + at_once - 1) / (at_once > 0 ? at_once : 1);
-        int64_t time = waves * (UNITS / blocks + 1 + (blocks > 1));
-        if (time < best_time) {
-            best_time = time;
-            best = blocks;
-        }
-    }
-    return best;
-}
-
-/* Cuts rows so that all multiprocessors have blocks, at most the two that fit at a time, as far as the
- * workspace has room for records; blocks of a cluster. */
-int cut_rows(attend_params &p, int64_t rows, const csa_context *context, int64_t most_records)
-{
-    int64_t main = (units_of(p.columns) + UNITS - 1) / UNITS; /* pieces */
-    int64_t of_part = 1;
-    p.pieces = (int)((p.columns + CSA_PIECE - 1) / CSA_PIECE);
-    while (of_part < main && rows * ((main + of_part - 1) / of_part) > 2 * (int64_t)context->multiprocessors)
-        of_part++;
-    bool room = rows * p.pieces <= most_records && rows * MOST_BLOCKS <= most_records,
-         cut = of_part < main && room;
-    p.parts = cut ? (int)((main + of_part - 1) / of_part) : 1;
-    p.part_units = (int)(cut ? of_part : main) * UNITS;
-    int blocks = room && p.parts == main ? blocks_of_piece(context, rows * main) : 1;
-    if (blocks > 1) /* a last unit has a cluster of its own */
-        p.parts = p.pieces;
-    return blocks;
-}
 
 /* Clusters start early for up to so many rows. Of more, those that do get in each other's way: 8 rows at 128K
  * took 47 us instead of 43. */
@@ -503,11 +427,12 @@ template <bool FP8> kernel kernel_of(int blocks)
                          : attend_kernel<FP8, 1>;
 }
 
-csa_status queue_attend(const csa_context *context, const attend_params &p, bool fp8, int64_t rows, int blocks,
+csa_status queue_attend(const csa_context *context, const attend_params &p, bool fp8, int64_t rows,
                         bool in_step, void *stream)
 {
     csa_launch l;
-    l.grid = dim3((unsigned)(rows * p.parts * blocks));
+    int blocks = p.cut.blocks;
+    l.grid = dim3((unsigned)(rows * p.cut.parts * blocks));
     l.block = dim3(THREADS);
     l.shared = fp8 ? sizeof(shared_state<true>) : sizeof(shared_state<false>);
     l.stream = stream;
@@ -548,8 +473,7 @@ csa_status fill_params(attend_params &p, const csa_attend_args *args)
     p.kv_aligned = csa_aligned(&kv);
     p.kv_packed = p.kv_aligned && kv.stride[2] == CSA_KV_SIZE;
     p.query_aligned = csa_aligned(&args->query);
-    p.parts = 1;
-    p.part_units = INT_MAX;
+    p.cut = csa_whole_rows();
     if (kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
                              (long long)kv.shape[0]);
@@ -561,7 +485,7 @@ csa_status fill_params(attend_params &p, const csa_attend_args *args)
 csa_status csa_cuda_load_attend(void)
 {
     csa_status status = CSA_OK;
-    for (int blocks = 1; blocks <= MOST_BLOCKS && status == CSA_OK; blocks *= 2) {
+    for (int blocks = 1; blocks <= CSA_MOST_BLOCKS && status == CSA_OK; blocks *= 2) {
         status = csa_load("attend", kernel_of<false>(blocks), sizeof(shared_state<false>));
         if (status == CSA_OK)
             status = csa_load("attend", kernel_of<true>(blocks), sizeof(shared_state<true>));
@@ -576,7 +500,7 @@ csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *ar
     csa_status status = fill_params(p, args);
     if (status != CSA_OK || rows == 0)
         return status;
-    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, 1, false, args->stream);
+    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, false, args->stream);
 }
 
 csa_status csa_cuda_attend_in_step(const csa_context *context, const csa_attend_args *args,
@@ -590,6 +514,6 @@ csa_status csa_cuda_attend_in_step(const csa_context *context, const csa_attend_
     p.first = (uint32_t)ranking->first;
     p.counters = ranking->counters;
     p.records = (float4 *)ranking->records;
-    int blocks = cut_rows(p, rows, context, ranking->most_records);
-    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, blocks, true, args->stream);
+    p.cut = csa_cut_rows(rows, p.columns, context->multiprocessors, !context->portable, ranking->most_records);
+    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, true, args->stream);
 }

@@ -5,11 +5,10 @@
 #ifndef CSA_CUDA_ATTEND_UNIT_CUH
 #define CSA_CUDA_ATTEND_UNIT_CUH
 
-#include "../plan.h"
+#include "parts.h"
 #include "device/instructions.cuh"
 #include "device/views.cuh"
 
-#include <limits.h>
 #include <math.h>
 
 namespace
@@ -20,8 +19,8 @@ enum {
     THREADS = 32 * WARPS,
     HEADS = CSA_MAX_HEADS,
     SIZE = CSA_HEAD_SIZE,
-    UNIT = 8,                 /* regions */
-    UNITS = CSA_PIECE / UNIT, /* of a piece */
+    UNIT = CSA_UNIT,          /* regions */
+    UNITS = CSA_UNITS,        /* of a piece */
     OWN = UNIT / WARPS,       /* regions of a warp */
     ROWS = UNIT * CSA_REGION, /* cache rows of a unit */
     SLICE = SIZE / WARPS,     /* values of a warp */
@@ -43,8 +42,7 @@ struct attend_params {
     int block_shift;            /* regions of a block */
     bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
     bool query_aligned;
-    int parts, part_units; /* of a row; 1: it is not cut */
-    int pieces;            /* of the longest row */
+    csa_cut cut;
     uint32_t *counters;    /* [row], or [row, 8] for clusters: how many parts are done */
     float4 *records;       /* [row, pieces, 7, THREADS] */
 };
