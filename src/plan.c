@@ -23,18 +23,27 @@ int64_t csa_peak_stride(const csa_step_shape *shape)
     return shape->cuda ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
 }
 
-enum { PART_BYTES = sizeof(uint32_t) + CSA_RECORD_FLOATS * sizeof(float) }; /* a counter and a record */
-
-int64_t csa_most_records(const csa_step_shape *shape)
+/* Bytes of the counters and the records of a row that is attended to in parts. */
+static size_t counter_bytes(void)
 {
-    size_t fitting = shape->limit / 8 / PART_BYTES;
-    return !shape->cuda ? 0 : fitting < CSA_MOST_RECORDS ? (int64_t)fitting : CSA_MOST_RECORDS;
+    return CSA_RECORD_RANKS * sizeof(uint32_t);
+}
+
+static size_t record_bytes(const csa_step_shape *shape)
+{
+    return (size_t)((shape->topk + CSA_PIECE) / CSA_PIECE) * CSA_RECORD_FLOATS * sizeof(float);
+}
+
+int64_t csa_split_rows(const csa_step_shape *shape)
+{
+    size_t fitting = shape->limit / 8 / (counter_bytes() + record_bytes(shape));
+    return !shape->cuda ? 0 : fitting < CSA_SPLIT_ROWS ? (int64_t)fitting : CSA_SPLIT_ROWS;
 }
 
 /* What does not grow with a chunk: gaps for alignment, and parts. */
 static size_t fixed_bytes(const csa_step_shape *shape)
 {
-    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_most_records(shape) * PART_BYTES;
+    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_split_rows(shape) * (counter_bytes() + record_bytes(shape));
 }
 
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
@@ -87,8 +96,8 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
-    a.counters = carve(&next, (size_t)csa_most_records(shape) * sizeof *a.counters);
-    a.records = carve(&next, (size_t)csa_most_records(shape) * CSA_RECORD_FLOATS * sizeof *a.records);
+    a.counters = carve(&next, (size_t)csa_split_rows(shape) * counter_bytes());
+    a.records = carve(&next, (size_t)csa_split_rows(shape) * record_bytes(shape));
     a.peaks = carve(&next, csa_step_ranks(shape) ? rows * (size_t)csa_peak_stride(shape) * sizeof *a.peaks : 0);
     a.scores = (float *)next;
     return a;

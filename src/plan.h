@@ -34,23 +34,28 @@ int64_t csa_score_stride(const csa_step_shape *shape);
 /* Tokens handled at a time; at least 1. */
 int64_t csa_chunk_tokens(const csa_step_shape *shape);
 
-/*
- * On cuda, groups of neighbouring scores have a peak, their largest; and a step of few rows attends to them in
- * parts: each leaves a record of its maxima, sums and values, and counters tell the last one to join them.
- */
+/* On cuda, groups of neighbouring scores have a peak, their largest. */
 enum {
     CSA_PEAK_SHIFT = 3,
-    CSA_PEAK = 1 << CSA_PEAK_SHIFT, /* regions */
-    CSA_PIECE = 64,                 /* list entries, of which a part takes an eighth to all */
-    CSA_MOST_RECORDS = 128 * 9,     /* of all rows; more rows keep a device busy whole */
-    CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 32)
+    CSA_PEAK = 1 << CSA_PEAK_SHIFT /* regions */
 };
 
 /* Floats from one row of peaks to the next; none but on cuda. */
 int64_t csa_peak_stride(const csa_step_shape *shape);
 
-/* Parts for which the workspace has room; none but on cuda. */
-int64_t csa_most_records(const csa_step_shape *shape);
+/*
+ * Parts of rows on cuda. A row's list is cut into pieces; with few rows, each piece of a row leaves a record of
+ * its maxima, sums and values, and a counter tells the last one to join them.
+ */
+enum {
+    CSA_PIECE = 64,      /* list entries */
+    CSA_SPLIT_ROWS = 48, /* at most; more rows keep a device busy whole */
+    CSA_RECORD_RANKS = 8,
+    CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
+};
+
+/* Rows whose parts find room in the workspace; none but on cuda. */
+int64_t csa_split_rows(const csa_step_shape *shape);
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
  * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
@@ -62,8 +67,8 @@ typedef struct csa_chunk_arrays {
     int64_t *owners;    /* [tokens] */
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
-    uint32_t *counters; /* [csa_most_records] */
-    float *records;     /* [csa_most_records, CSA_RECORD_FLOATS] */
+    uint32_t *counters; /* [csa_split_rows, CSA_RECORD_RANKS] */
+    float *records;     /* [csa_split_rows, pieces of topk + 1 entries, CSA_RECORD_FLOATS] */
     float *peaks;       /* [rows, csa_peak_stride(shape)] */
     float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;

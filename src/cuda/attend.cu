@@ -6,22 +6,22 @@
  * join one after the other. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the
  * values weighted by it.
  *
- * A block takes a whole row or, with fewer rows, some pieces of it; with few rows, a cluster of 2, 4 or 8
- * blocks takes a piece, joins its units through their shared memory, and each block goes on with its share of
- * the values. Where a row is cut, pieces leave records in the workspace, and who finds itself the last of its
- * row (and share) joins them. (A block alone also takes a last piece of one unit, the current region where topk
- * is a multiple of 64, after its own.)
+ * A cluster of 1, 2, 4 or 8 blocks works on a piece, each on an aligned subtree of its units; then each block
+ * joins its slice of the 192 values over all blocks, read from their shared memory. A cluster takes a whole
+ * row, piece by piece, or (few rows) a single piece: then pieces leave records in the workspace, and the block
+ * that finds itself the last of its row and slice joins them.
  *
- * A block has four warps. A unit's 64 cache rows are copied asynchronously into one of two stages (e4m3: four),
- * a warp two regions; others load while one is worked on. Q.K: heads are the product's rows (16, padded), a
- * warp does its own regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory.
- * P.V: a warp does 48 of the 192 values over all 64 tokens. Three meetings of the block a unit.
+ * A block has four warps. A unit's 64 cache rows are copied asynchronously into one of two stages, a warp two
+ * regions; one stage loads while the other is worked on. Q.K: heads are the product's rows (16, padded), a warp
+ * does its own two regions, keys straight from its copies. Maxima are exchanged, weights go to shared memory.
+ * P.V: a warp does 48 of the 192 values over all 64 tokens. Rows in shared memory lie 16 bytes apart from a
+ * multiple of 128, and tokens are numbered within the products so that no load conflicts. Three meetings of the
+ * block a unit.
  *
  * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest
  * value by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
  *
- * Bound by memory where rows are many: two blocks a multiprocessor with some 100 KB each under way. Few rows
- * are bound by waits: a unit takes 2500 cycles from its first load to its last product.
+ * Bound by memory: two blocks a multiprocessor with 49 KB (bf16) each under way.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "../numeric.h"
@@ -32,418 +32,385 @@
 namespace
 {
 
-enum {
-    LEVELS = 3,                    /* of the tree of a piece's units */
-    RECORD = CSA_RECORD_FLOATS / 4 /* float4s */
-};
-static_assert(UNITS == 1 << LEVELS, "a tree of units");
-static_assert(RECORD == (1 + TILES) * THREADS, "a record is a partial result of each thread");
+/* ---- A row's result, slice by slice ------------------------------------------------------------- */
 
-/* What a block works on: its share of a row, and whose row that is. */
-struct share : csa_share {
-    uint32_t token, group;
-};
+/* A thread's share of a slice: one head, every eighth value of SIZE / BLOCKS. */
+template <int BLOCKS> struct slice {
+    static constexpr int EACH = SIZE / BLOCKS / 8;
+    float m, l;
+    float o[EACH];
 
-/* Brings the block's entries to s.entries, resolved; what is missing of a unit is 0. */
-template <bool FP8>
-__device__ void find_entries(const attend_params &p, shared_state<FP8> &s, const share &own, uint32_t row,
-                             const token_place &place)
-{
-    const int32_t *blocks = p.map.row(place.owner);
-    const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - own.entries);
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < own.units * UNIT; i += THREADS) {
-        uint32_t entry = csa_unit_of(&own, i / UNIT) * UNIT + i % UNIT;
-        s.entries[i] = entry < own.entries ? resolve_entry(p, blocks, list[entry], place.position) : 0;
+    __device__ static int head()
+    {
+        return threadIdx.x / 8;
     }
-    __syncthreads();
+    __device__ static int value(int rank, int i)
+    {
+        return rank * (SIZE / BLOCKS) + i * 8 + threadIdx.x % 8;
+    }
+
+    __device__ void join(float other_m, float other_l, const float (&other_o)[EACH])
+    {
+        float own, other;
+        join_factors(m, l, other_m, other_l, own, other);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            o[i] = fmaf(other_o[i], other, o[i] * own);
+    }
+};
+
+/* Joins what the blocks of the cluster left at `left`, in a tree. */
+template <int BLOCKS> __device__ void join_blocks(const part_result &left, int rank, slice<BLOCKS> &result)
+{
+    constexpr int EACH = slice<BLOCKS>::EACH;
+    slice<BLOCKS> parts[BLOCKS];
+    int head = slice<BLOCKS>::head();
+#pragma unroll
+    for (int of = 0; of < BLOCKS; of++) {
+        parts[of].m = __uint_as_float(cluster_load<BLOCKS>(cluster_address<BLOCKS>(&left.m[head], of)));
+        parts[of].l = __uint_as_float(cluster_load<BLOCKS>(cluster_address<BLOCKS>(&left.l[head], of)));
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            parts[of].o[i] = __uint_as_float(cluster_load<BLOCKS>(
+                cluster_address<BLOCKS>(&left.o[head][slice<BLOCKS>::value(rank, i)], of)));
+    }
+#pragma unroll
+    for (int step = 1; step < BLOCKS; step *= 2)
+#pragma unroll
+        for (int of = 0; of + step < BLOCKS; of += 2 * step)
+            parts[of].join(parts[of + step].m, parts[of + step].l, parts[of + step].o);
+    result = parts[0];
 }
 
-/* Puts the result of one of a piece's units into their tree; with the last one `result` is that of all. */
-template <int LEVEL = 0>
-__device__ __forceinline__ void join_next(partial (&waiting)[LEVELS], partial &result, int number)
+/* What a row's result is multiplied by at the end, for the thread's head. */
+struct finish {
+    float v_scale;
+    uint16_t gate;
+
+    __device__ void load(const attend_params &p, uint32_t token, uint32_t group)
+    {
+        uint32_t head = threadIdx.x / 8;
+        v_scale = p.v_scale ? *p.v_scale : 1.0F;
+        gate = p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(token, group) + head) : 0;
+    }
+};
+
+template <int BLOCKS>
+__device__ void write_row(const attend_params &p, uint32_t token, uint32_t group, int rank, const finish &f,
+                          const slice<BLOCKS> &result)
 {
-    if constexpr (LEVEL < LEVELS) {
-        if ((number >> LEVEL & 1) == 0) {
+    uint32_t head = slice<BLOCKS>::head();
+    if (head >= p.heads)
+        return;
+    uint16_t *out = (uint16_t *)p.out.at(token, group, head);
+    bool empty = result.l == 0.0F;
+    float factor = empty ? 0.0F : 1.0F / result.l * f.v_scale, gate = p.gate ? csa_gate_factor(f.gate) : 1.0F;
+#pragma unroll
+    for (int i = 0; i < slice<BLOCKS>::EACH; i++) {
+        float value = __uint_as_float(pack_bf16(0.0F, result.o[i] * factor)); /* rounded */
+        if (p.gate)
+            value = __uint_as_float(pack_bf16(0.0F, value * gate));
+        out[slice<BLOCKS>::value(rank, i)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
+    }
+    if (p.lse && rank == 0 && threadIdx.x % 8 == 0)
+        *((float *)p.lse.at(token, group) + head) =
+            empty ? -INFINITY : (result.m + log2f(result.l)) * 0.693147181F;
+}
+
+/* Leaves a piece's slice in the workspace; the last of the row's pieces joins all of them into `result`. */
+template <int BLOCKS>
+__device__ bool join_pieces(const attend_params &p, uint32_t row, int piece, int pieces, int rank, bool &last,
+                            slice<BLOCKS> &result)
+{
+    constexpr int EACH = slice<BLOCKS>::EACH;
+    float *records = p.records + (int64_t)row * p.pieces * CSA_RECORD_FLOATS;
+    int head = slice<BLOCKS>::head(), sums = HEADS * SIZE + rank * 2 * HEADS;
+    float *record = records + piece * CSA_RECORD_FLOATS;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        __stcg(&record[head * SIZE + slice<BLOCKS>::value(rank, i)], result.o[i]);
+    if (threadIdx.x % 8 == 0) {
+        __stcg(&record[sums + head], result.m);
+        __stcg(&record[sums + HEADS + head], result.l);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(&p.counters[row * CSA_RECORD_RANKS + rank], 1U) == (uint32_t)pieces - 1;
+    __syncthreads();
+    if (!last)
+        return false;
+    __threadfence();
+    constexpr int AT_ONCE = BLOCKS >= 4 ? 4 : 2; /* loads that do not wait for each other */
+    const float *first_sum = records + sums + head,
+                *first_value = records + head * SIZE + slice<BLOCKS>::value(rank, 0);
+#pragma unroll 1
+    for (int first = 0; first < pieces; first += AT_ONCE) {
+        slice<BLOCKS> next[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            int offset = (first + i) * CSA_RECORD_FLOATS;
+            if (first + i >= pieces)
+                continue;
+            next[i].m = __ldcg(first_sum + offset);
+            next[i].l = __ldcg(first_sum + offset + HEADS);
+#pragma unroll
+            for (int k = 0; k < EACH; k++)
+                next[i].o[k] = __ldcg(first_value + offset + k * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i == 0)
+                result = next[i];
+            else if (first + i < pieces)
+                result.join(next[i].m, next[i].l, next[i].o);
+        }
+    }
+    return true;
+}
+
+/* ---- The kernel --------------------------------------------------------------------------------- */
+
+/* Puts a unit's result into the tree of the block's COUNT units; at the last one `result` is the block's. */
+template <int COUNT, int LEVEL = 0>
+__device__ __forceinline__ void join_units(partial (&waiting)[3], partial &result, int unit)
+{
+    if constexpr (1 << LEVEL < COUNT) {
+        if ((unit >> LEVEL & 1) == 0) {
             waiting[LEVEL] = result;
         } else {
             join(waiting[LEVEL], result);
             result = waiting[LEVEL];
-            join_next<LEVEL + 1>(waiting, result, number);
+            join_units<COUNT, LEVEL + 1>(waiting, result, unit);
         }
     }
 }
 
-/* The result of fewer units: joins what waits in the tree. */
-__device__ __forceinline__ void join_rest(partial (&waiting)[LEVELS], partial &result, int units)
+/* The block's result when only `live` of its COUNT units have entries: joins what waits in the tree. */
+template <int COUNT> __device__ __forceinline__ void join_rest(partial (&waiting)[3], partial &result, int live)
 {
     bool any = false;
 #pragma unroll
-    for (int level = 0; level < LEVELS; level++) {
-        if ((units >> level & 1) == 0)
+    for (int level = 0; 1 << level < COUNT; level++) {
+        if ((live >> level & 1) == 0)
             continue;
         if (any)
             join(waiting[level], result);
         result = waiting[level];
         any = true;
     }
-}
-
-/* ---- Records ------------------------------------------------------------------------------------ */
-
-/* A partial result as threads hold it, so that the thread of the same number can go on with it. */
-__device__ void leave(float4 *record, const partial &r)
-{
-    float4 *own = record + threadIdx.x;
-    own[0] = make_float4(r.m[0], r.m[1], r.l[0], r.l[1]);
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-        own[(1 + tile) * THREADS] = make_float4(r.o[tile][0], r.o[tile][1], r.o[tile][2], r.o[tile][3]);
-}
-
-__device__ __forceinline__ void fetch(const float4 *record, partial &r)
-{
-    const float4 *own = record + threadIdx.x;
-    float4 sums = __ldcg(own);
-    r.m[0] = sums.x, r.m[1] = sums.y, r.l[0] = sums.z, r.l[1] = sums.w;
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-        float4 v = __ldcg(own + (1 + tile) * THREADS);
-        r.o[tile][0] = v.x, r.o[tile][1] = v.y, r.o[tile][2] = v.z, r.o[tile][3] = v.w;
+    if (!any) {
+        result = partial{};
+        result.m[0] = result.m[1] = -INFINITY;
     }
 }
 
-/* A quarter of what a thread left in a record: number `of` of the four values of each tile, which are of one
- * head. */
-struct slice {
-    float m, l;
-    float o[TILES];
-
-    static __device__ __forceinline__ uint32_t sums_at(uint32_t thread, uint32_t of) /* in bytes */
-    {
-        return thread * 16 + of / 2 * 4;
-    }
-    static __device__ __forceinline__ uint32_t value_at(uint32_t thread, uint32_t of, uint32_t tile)
-    {
-        return ((1 + tile) * THREADS + thread) * 16 + of * 4;
-    }
-};
-
-__device__ __forceinline__ void join(slice &a, const slice &b)
+/* Joins the blocks' results of a piece and puts it behind those before; `left` is a stage that has been used
+ * and may be loaded again, and left, after cluster_wait. */
+template <bool FP8, int BLOCKS>
+__device__ void join_piece(part_result &left, const partial &own, int rank, bool first, slice<BLOCKS> &result)
 {
-    float own, other;
-    join_factors(a.m, a.l, b.m, b.l, own, other);
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
-        a.o[tile] = fmaf(b.o[tile], other, a.o[tile] * own);
-}
-
-__device__ __forceinline__ void clear(partial &r)
-{
-    r = nothing();
-}
-
-__device__ __forceinline__ void clear(slice &r)
-{
-    r = {-INFINITY, 0.0F, {}};
-}
-
-__device__ float4 *find_record(const attend_params &p, uint32_t row, uint32_t piece)
-{
-    return p.records + ((int64_t)row * p.cut.pieces + piece) * RECORD;
-}
-
-/* Joins a row's pieces one after the other, as fetch_one(piece, result) brings them, AT_ONCE on their way at a
- * time. */
-template <int AT_ONCE, typename Result, typename Fetch>
-__device__ __forceinline__ void join_pieces(uint32_t pieces, Result &result, Fetch fetch_one)
-{
-    clear(result);
-#pragma unroll 1
-    for (uint32_t at = 0; at < pieces; at += AT_ONCE) {
-        Result some[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (at + i < pieces)
-                fetch_one(at + i, some[i]);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-            if (at + i < pieces)
-                join(result, some[i]);
-    }
-}
-
-/* Is this block the last of so many that count? If so, it sees what the others left. */
-__device__ bool is_last(uint32_t *counter, uint32_t of, bool &last)
-{
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        last = atomicAdd(counter, 1U) == of - 1;
-    __syncthreads();
-    if (last)
-        __threadfence();
-    return last;
-}
-
-/* ---- The result --------------------------------------------------------------------------------- */
-
-/* What a row's result is multiplied by at the end, for a thread's two heads. */
-struct finish {
-    float v_scale;
-    uint16_t gate[2];
-
-    __device__ void load(const attend_params &p, const share &own, uint32_t thread)
-    {
-        v_scale = p.v_scale ? *p.v_scale : 1.0F;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t head = thread % 32 / 4 + 8 * half;
-            gate[half] =
-                p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(own.token, own.group) + head) : 0;
-        }
-    }
-};
-
-/* Writes values of one of a thread's two heads. */
-struct head_writer {
-    uint16_t *out; /* NULL: there is no such head */
-    float factor, gate;
-    bool empty, gated;
-
-    __device__ __forceinline__ head_writer(const attend_params &p, const share &own, const finish &f,
-                                           uint32_t thread, int half, float m, float l)
-    {
-        uint32_t head = thread % 32 / 4 + 8 * half;
-        out = head < p.heads ? (uint16_t *)p.out.at(own.token, own.group, head) + thread / 32 * SLICE : nullptr;
-        empty = l == 0.0F;
-        factor = empty ? 0.0F : 1.0F / l * f.v_scale;
-        gated = (bool)p.gate;
-        gate = gated ? csa_gate_factor(half ? f.gate[1] : f.gate[0]) : 1.0F;
-        if (p.lse && out && thread < 32 && thread % 4 == 0)
-            *((float *)p.lse.at(own.token, own.group) + head) =
-                empty ? -INFINITY : (m + log2f(l)) * 0.693147181F;
-    }
-    __device__ __forceinline__ void write(int at, float o) const
-    {
-        float value = __uint_as_float(pack_bf16(0.0F, o * factor)); /* rounded */
-        if (gated)
-            value = __uint_as_float(pack_bf16(0.0F, value * gate));
-        if (out)
-            out[at] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
-    }
-};
-
-/* ---- What follows the units --------------------------------------------------------------------- */
-
-/* A block alone: `result` is the whole row's, or the row's pieces are in the workspace. */
-template <bool FP8>
-__device__ __forceinline__ void finish_alone(const attend_params &p, const share &own, uint32_t row, bool &last,
-                                             const finish &f, partial &result)
-{
-    if (own.parts > 1) {
-        if (!is_last(p.counters + row, own.parts, last))
-            return;
-        join_pieces<4>(own.pieces, result,
-                       [&](uint32_t piece, partial &r) { fetch(find_record(p, row, piece), r); });
-    }
+    int g = threadIdx.x % 32 / 4, warp = threadIdx.x / 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        head_writer head(p, own, f, threadIdx.x, half, result.m[half], result.l[half]);
+        if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
+            left.m[g + 8 * half] = own.m[half];
+            left.l[g + 8 * half] = own.l[half];
+        }
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
             for (int k = 0; k < 2; k++)
-                head.write(value_of<FP8>(threadIdx.x % 4, tile, k), result.o[tile][2 * half + k]);
+                left.o[g + 8 * half][warp * SLICE + value_of<FP8>(tile, k)] = own.o[tile][2 * half + k];
     }
+    cluster_sync<BLOCKS>();
+    slice<BLOCKS> piece;
+    join_blocks<BLOCKS>(left, rank, piece);
+    if (first)
+        result = piece;
+    else
+        result.join(piece.m, piece.l, piece.o);
+    cluster_arrive<BLOCKS>(); /* this block has read what it needs of the others */
 }
-
-/* A block of a cluster: all blocks have left what they have of a piece. Each joins what THREADS / BLOCKS of the
- * threads hold of it, and the last block of a row goes on with the row. */
-template <bool FP8, int BLOCKS>
-__device__ __forceinline__ void finish_in_cluster(const attend_params &p, const share &own, uint32_t row,
-                                                  bool &last, const finish &f, uint32_t thread,
-                                                  const float4 *left)
-{
-    constexpr uint32_t OWN = THREADS / BLOCKS;
-    auto fetch_left = [&](uint32_t rank, uint32_t of, slice &r) {
-        uint32_t from = cluster_address(left, rank);
-        r.m = cluster_load(from + slice::sums_at(thread, of));
-        r.l = cluster_load(from + slice::sums_at(thread, of) + 8);
-#pragma unroll
-        for (uint32_t tile = 0; tile < TILES; tile++)
-            r.o[tile] = cluster_load(from + slice::value_at(thread, of, tile));
-    };
-    auto store = [&](uint32_t piece, uint32_t of, const slice &r) {
-        char *record = (char *)find_record(p, row, piece);
-        *(float *)(record + slice::sums_at(thread, of)) = r.m; /* twice the same */
-        *(float *)(record + slice::sums_at(thread, of) + 8) = r.l;
-#pragma unroll
-        for (uint32_t tile = 0; tile < TILES; tile++)
-            *(float *)(record + slice::value_at(thread, of, tile)) = r.o[tile];
-    };
-    auto write = [&](uint32_t of, const slice &r) {
-        head_writer head(p, own, f, thread, (int)of / 2, r.m, r.l);
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-            head.write(value_of<FP8>(thread % 4, tile, of % 2), r.o[tile]);
-    };
-    bool alone = own.pieces <= 1;
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll 1
-    for (uint32_t of = threadIdx.x / OWN; of < 4; of += BLOCKS) {
-        slice r[BLOCKS], result;
-#pragma unroll
-        for (int rank = 0; rank < BLOCKS; rank++)
-            fetch_left(rank, of, r[rank]);
-#pragma unroll
-        for (int step = 1; step < BLOCKS; step *= 2)
-#pragma unroll
-            for (int rank = 0; rank < BLOCKS; rank += 2 * step)
-                join(r[rank], r[rank + step]);
-        if (alone) {
-            clear(result);
-            join(result, r[0]);
-            write(of, result);
-            continue;
-        }
-        store(own.part, of, r[0]);
-    }
-    __syncwarp();
-    cluster_arrive(); /* this block has read what it needs of the others */
-    if (!alone && is_last(p.counters + row * CSA_MOST_BLOCKS + own.rank, own.parts, last)) {
-#pragma unroll 1
-        for (uint32_t of = threadIdx.x / OWN; of < 4; of += BLOCKS) {
-            slice result;
-            join_pieces<4>(own.pieces, result, [&](uint32_t piece, slice &r) {
-                const char *record = (const char *)find_record(p, row, piece);
-                r.m = __ldcg((const float *)(record + slice::sums_at(thread, of)));
-                r.l = __ldcg((const float *)(record + slice::sums_at(thread, of) + 8));
-#pragma unroll
-                for (uint32_t tile = 0; tile < TILES; tile++)
-                    r.o[tile] = __ldcg((const float *)(record + slice::value_at(thread, of, tile)));
-            });
-            write(of, result);
-        }
-    }
-    __syncwarp();
-    cluster_wait(); /* nobody leaves while its units are read */
-}
-
-/* ---- The kernel --------------------------------------------------------------------------------- */
 
 template <bool FP8, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, 2) attend_kernel(const __grid_constant__ attend_params p)
 {
-    constexpr int STAGES = layout<FP8>::STAGES;
+    constexpr int OWN_UNITS = UNITS / BLOCKS, OWN_ENTRIES = OWN_UNITS * UNIT;
     extern __shared__ __align__(16) unsigned char shared[];
-    shared_state<FP8> &s = *(shared_state<FP8> *)shared;
-    uint32_t item = blockIdx.x / BLOCKS, row = quotient(item, p.cut.parts), part = item - row * p.cut.parts;
-    uint32_t thread = threadIdx.x, rank = blockIdx.x % BLOCKS; /* whose share of the row this thread writes */
-    share own;
-    own.token = quotient(row, p.groups);
-    own.group = row - own.token * p.groups;
-    if (BLOCKS > 1)
-        thread = rank * (THREADS / BLOCKS) + threadIdx.x % (THREADS / BLOCKS);
+    shared_state<FP8, BLOCKS> &s = *(shared_state<FP8, BLOCKS> *)shared;
+    uint32_t rank = blockIdx.x % BLOCKS, first_piece = blockIdx.y, row = blockIdx.x / BLOCKS;
+    uint32_t token = quotient(row, p.groups), group = row - token * p.groups;
     start_kernel_behind();
 
     finish f;
-    f.load(p, own, thread);
-    token_place place = p.tokens.place(p.first + own.token);
+    f.load(p, token, group);
+    token_place place = p.tokens.place(p.first + token);
     if (p.positions)
         place.position = *p.active.at(row) ? *(const int64_t *)p.positions.at(row) : -1;
     int64_t live = place.position < 0 ? 0 : place.position / CSA_REGION + 1;
-    (csa_share &)own = csa_find_share(&p.cut, part, rank, (uint32_t)min(live, (int64_t)p.columns));
-    if (own.part >= own.parts) /* nor has another block of its cluster a unit */
+    int entries = (int)min(live, (int64_t)p.columns);
+    uint32_t pieces = max(1, (entries + CSA_PIECE - 1) / CSA_PIECE);
+    if (first_piece >= pieces)
         return;
     if (threadIdx.x < 64) { /* a warp for each eight heads */
-        const uint8_t *query = p.query.at(own.token, own.group);
+        const uint8_t *query = p.query.at(token, group);
         if (p.query_aligned)
             s.query.template load<true>(p, query, threadIdx.x / 32);
         else
             s.query.template load<false>(p, query, threadIdx.x / 32);
     }
-    lane_places<FP8> places;
+    uint32_t end_piece =
+        p.pieces > 0 ? first_piece + 1 : pieces; /* units of all pieces but the last are live */
+    int last_units = (entries - (int)(pieces - 1) * CSA_PIECE + UNIT - 1) / UNIT - (int)rank * OWN_UNITS;
+    last_units = max(0, min(last_units, OWN_UNITS));
+    int total = (int)(end_piece - first_piece) * OWN_UNITS - (end_piece == pieces ? OWN_UNITS - last_units : 0);
+    const int64_t *list = (const int64_t *)p.selected.at(row) + (p.columns - entries);
+    const int32_t *blocks = p.map.row(place.owner);
+    const uint8_t *group_kv = p.kv + group * p.group_step;
     wait_for_kernel_ahead();
-    find_entries<FP8>(p, s, own, row, place);
-    const uint8_t *group_kv = p.kv + own.group * p.group_step;
-    int total = (int)own.units;
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = threadIdx.x; i < total * UNIT; i += THREADS) {
+        int at = (first_piece + i / OWN_ENTRIES) * CSA_PIECE + rank * OWN_ENTRIES + i % OWN_ENTRIES;
+        s.entries[i] = at < entries ? resolve_entry(p, blocks, list[at], place.position) : 0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
         if (i < total)
             load_unit<FP8>(p, s.stage[i], s.entries + i * UNIT, group_kv);
         copies_commit();
     }
 
-    float4 *left = (float4 *)(s.stage + STAGES) - RECORD; /* of a cluster's block, when its units are done */
-    partial waiting[LEVELS], sum, result = nothing();
-    if (BLOCKS > 1 && total == 0)
-        leave(left, result);
+    slice<BLOCKS> result;
+    partial waiting[3], unit_result, row_result; /* the last one for a block alone, until the end */
+    int done = 0;
 #pragma unroll 1
-    for (int done = 0; done < total;) {
-        int together = (int)csa_units_together(&own, done);
+    for (uint32_t piece = first_piece; piece < end_piece; piece++) {
+        int live = piece == pieces - 1 ? last_units : OWN_UNITS;
 #pragma unroll 1
-        for (int unit = 0; unit < together; unit++, done++) {
-            unsigned char *stage = s.stage[done % STAGES];
-            copies_wait<STAGES - 1>();
-            sum = nothing();
-            attend_unit<FP8>(s, places, stage, s.entries + done * UNIT, sum);
+        for (int unit = 0; unit < live; unit++, done++) {
+            unsigned char *stage = s.stage[done % 2];
+            bool free = BLOCKS == 1 || unit < live - 1; /* else it will hold what the cluster is to read */
+            copies_wait<1>();
+            attend_unit<FP8, BLOCKS>(s, stage, s.entries + done * UNIT, unit_result);
             __syncthreads(); /* the stage has been used */
-            if (done + STAGES < total)
-                load_unit<FP8>(p, stage, s.entries + (done + STAGES) * UNIT, group_kv);
+            if (free && done + 2 < total)
+                load_unit<FP8>(p, stage, s.entries + (done + 2) * UNIT, group_kv);
             copies_commit();
-            if (UNITS / BLOCKS > 1)
-                join_next(waiting, sum, unit);
+            join_units<OWN_UNITS>(waiting, unit_result, unit);
         }
-        if (UNITS / BLOCKS > 1 && together < UNITS)
-            join_rest(waiting, sum, together);
-        if (BLOCKS > 1)
-            leave(left, sum);
-        else if (own.parts > 1)
-            leave(find_record(p, row, csa_unit_of(&own, done - 1) / UNITS), sum);
-        else
-            join(result, sum);
+        if (live < OWN_UNITS)
+            join_rest<OWN_UNITS>(waiting, unit_result, live);
+        if constexpr (BLOCKS == 1) {
+            if (piece > first_piece)
+                join(row_result, unit_result);
+            else
+                row_result = unit_result;
+            continue;
+        }
+        /* Where the latest unit was, or nothing any more; the same in all blocks. */
+        unsigned char *used = s.stage[((piece - first_piece + 1) * OWN_UNITS + 1) % 2];
+        join_piece<FP8, BLOCKS>(*(part_result *)used, unit_result, rank, piece == first_piece, result);
+        if (piece + 1 == end_piece)
+            break;
+        cluster_wait<BLOCKS>();
+        if (done + 1 < total && live > 0)
+            load_unit<FP8>(p, used, s.entries + (done + 1) * UNIT, group_kv);
+        copies_commit();
     }
-    if constexpr (BLOCKS > 1)
-        finish_in_cluster<FP8, BLOCKS>(p, own, row, s.last, f, thread, left);
-    else
-        finish_alone<FP8>(p, own, row, s.last, f, result);
+    if constexpr (BLOCKS == 1)
+        join_piece<FP8, BLOCKS>(*(part_result *)s.stage[0], row_result, 0, true, result);
+    if (p.pieces == 0 || pieces == 1 || join_pieces<BLOCKS>(p, row, first_piece, pieces, rank, s.last, result))
+        write_row<BLOCKS>(p, token, group, rank, f, result);
+    cluster_wait<BLOCKS>(); /* nobody leaves while its results are read */
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
 
-/* Clusters start early for up to so many rows. Of more, those that do get in each other's way: 8 rows at 128K
- * took 47 us instead of 43. */
-enum { OVERLAP_CLUSTERS = 4 };
-
 using kernel = void (*)(attend_params);
 
-template <bool FP8> kernel kernel_of(int blocks)
+struct variant {
+    kernel run;
+    size_t shared;
+};
+
+/* Kernels for clusters of 1, 2, 4 and 8 blocks. */
+template <bool FP8> variant find_variant(int blocks)
 {
-    return blocks == 8   ? attend_kernel<FP8, 8>
-           : blocks == 4 ? attend_kernel<FP8, 4>
-           : blocks == 2 ? attend_kernel<FP8, 2>
-                         : attend_kernel<FP8, 1>;
+    switch (blocks) {
+    case 8:
+        return {attend_kernel<FP8, 8>, sizeof(shared_state<FP8, 8>)};
+    case 4:
+        return {attend_kernel<FP8, 4>, sizeof(shared_state<FP8, 4>)};
+    case 2:
+        return {attend_kernel<FP8, 2>, sizeof(shared_state<FP8, 2>)};
+    default:
+        return {attend_kernel<FP8, 1>, sizeof(shared_state<FP8, 1>)};
+    }
 }
 
-csa_status queue_attend(const csa_context *context, const attend_params &p, bool fp8, int64_t rows,
-                        bool in_step, void *stream)
+/* Clusters of 1, 2, 4 and 8 blocks that fit a Hopper of 132 multiprocessors at a time, as it says itself:
+ * clusters do not cross its partitions, so that larger ones leave some of it idle. */
+const int CLUSTERS_AT_ONCE[] = {264, 132, 62, 30};
+
+/* Blocks per cluster so that `items` pieces or rows are done soonest. A cluster's time is counted in units of
+ * work: its share of a piece, one to begin and, if blocks have to meet, one for that. */
+int cluster_size(const csa_context *context, int64_t items)
 {
+    int best = 1;
+    int64_t best_time = INT64_MAX;
+    for (int blocks = 1, i = 0; blocks <= (context->portable ? 1 : 8); blocks *= 2, i++) {
+        int64_t at_once = CLUSTERS_AT_ONCE[i] * (int64_t)context->multiprocessors / 132;
+        int64_t waves = (items + at_once - 1) / (at_once > 0 ? at_once : 1);
+        int64_t time = waves * (UNITS / blocks + 1 + (blocks > 1));
+        if (time < best_time) {
+            best_time = time;
+            best = blocks;
+        }
+    }
+    return best;
+}
+
+csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows,
+                        int64_t split_rows, bool overlap, void *stream)
+{
+    int64_t whole_pieces =
+        max(1U, (p.columns + CSA_PIECE - 2) / CSA_PIECE); /* the current region alone is no work */
+    if (rows <= split_rows)
+        p.pieces = (int)((p.columns + CSA_PIECE - 1) / CSA_PIECE);
+    int blocks = cluster_size(context, p.pieces > 0 ? rows * whole_pieces : rows);
+    variant v = fp8 ? find_variant<true>(blocks) : find_variant<false>(blocks);
     csa_launch l;
-    int blocks = p.cut.blocks;
-    l.grid = dim3((unsigned)(rows * p.cut.parts * blocks));
+    l.grid = dim3((unsigned)(rows * blocks), (unsigned)(p.pieces > 0 ? p.pieces : 1));
     l.block = dim3(THREADS);
-    l.shared = fp8 ? sizeof(shared_state<true>) : sizeof(shared_state<false>);
+    l.shared = v.shared;
     l.stream = stream;
     l.cluster = (unsigned)blocks;
-    l.overlap = in_step && !context->portable && (blocks == 1 || rows <= OVERLAP_CLUSTERS);
-    return csa_queue("attend", fp8 ? kernel_of<true>(blocks) : kernel_of<false>(blocks), l, p);
+    l.overlap = overlap && !context->portable;
+    return csa_queue("attend", v.run, l, p);
 }
 
-/* What attention alone and attention in a step have in common. */
-csa_status fill_params(attend_params &p, const csa_attend_args *args)
+} // namespace
+
+csa_status csa_cuda_load_attend(void)
 {
+    csa_status status = CSA_OK;
+    for (int blocks = 1; blocks <= 8 && status == CSA_OK; blocks *= 2) {
+        variant bf16 = find_variant<false>(blocks), fp8 = find_variant<true>(blocks);
+        status = csa_load("attend", bf16.run, bf16.shared);
+        if (status == CSA_OK)
+            status = csa_load("attend", fp8.run, fp8.shared);
+    }
+    return status;
+}
+
+csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
+                                const csa_chunk_arrays *scratch, int64_t split_rows)
+{
+    attend_params p = {};
+    if (span.count == 0)
+        return CSA_OK;
     const csa_tensor &kv = args->cache->kv;
     p.tokens = csa_token_source(*args->tokens);
     p.map = csa_block_map(args->tokens->block_table, kv.shape[0]);
@@ -464,6 +431,7 @@ csa_status fill_params(attend_params &p, const csa_attend_args *args)
         p.k_scale = args->cache->k_scale;
         p.v_scale = args->cache->v_scale;
     }
+    p.first = (uint32_t)span.first;
     p.groups = (uint32_t)args->query.shape[1];
     p.heads = (uint32_t)args->query.shape[2];
     p.columns = (uint32_t)args->selected.shape[1];
@@ -473,47 +441,20 @@ csa_status fill_params(attend_params &p, const csa_attend_args *args)
     p.kv_aligned = csa_aligned(&kv);
     p.kv_packed = p.kv_aligned && kv.stride[2] == CSA_KV_SIZE;
     p.query_aligned = csa_aligned(&args->query);
-    p.cut = csa_whole_rows();
+    if (scratch) {
+        p.counters = scratch->counters;
+        p.records = scratch->records;
+    }
     if (kv.shape[0] > (int64_t)1 << (28 - p.block_shift))
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
                              (long long)kv.shape[0]);
-    return CSA_OK;
-}
-
-} // namespace
-
-csa_status csa_cuda_load_attend(void)
-{
-    csa_status status = CSA_OK;
-    for (int blocks = 1; blocks <= CSA_MOST_BLOCKS && status == CSA_OK; blocks *= 2) {
-        status = csa_load("attend", kernel_of<false>(blocks), sizeof(shared_state<false>));
-        if (status == CSA_OK)
-            status = csa_load("attend", kernel_of<true>(blocks), sizeof(shared_state<true>));
-    }
-    return status;
+    int64_t rows = args->query.shape[0] * args->query.shape[1];
+    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, scratch ? split_rows : 0, span.overlap,
+                        args->stream);
 }
 
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
-    attend_params p = {};
-    int64_t rows = args->query.shape[0] * args->query.shape[1];
-    csa_status status = fill_params(p, args);
-    if (status != CSA_OK || rows == 0)
-        return status;
-    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, false, args->stream);
-}
-
-csa_status csa_cuda_attend_in_step(const csa_context *context, const csa_attend_args *args,
-                                   const csa_ranking *ranking)
-{
-    attend_params p = {};
-    int64_t rows = args->query.shape[0] * args->query.shape[1];
-    csa_status status = fill_params(p, args);
-    if (status != CSA_OK || rows == 0)
-        return status;
-    p.first = (uint32_t)ranking->first;
-    p.counters = ranking->counters;
-    p.records = (float4 *)ranking->records;
-    p.cut = csa_cut_rows(rows, p.columns, context->multiprocessors, !context->portable, ranking->most_records);
-    return queue_attend(context, p, args->cache->kv.dtype != CSA_BF16, rows, true, args->stream);
+    csa_span all = {0, args->query.shape[0], false};
+    return csa_cuda_attend_span(context, args, all, nullptr, 0);
 }

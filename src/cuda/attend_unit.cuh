@@ -5,7 +5,7 @@
 #ifndef CSA_CUDA_ATTEND_UNIT_CUH
 #define CSA_CUDA_ATTEND_UNIT_CUH
 
-#include "parts.h"
+#include "../plan.h"
 #include "device/instructions.cuh"
 #include "device/views.cuh"
 
@@ -19,14 +19,13 @@ enum {
     THREADS = 32 * WARPS,
     HEADS = CSA_MAX_HEADS,
     SIZE = CSA_HEAD_SIZE,
-    UNIT = CSA_UNIT,          /* regions */
-    UNITS = CSA_UNITS,        /* of a piece */
-    OWN = UNIT / WARPS,       /* regions of a warp */
+    UNIT = 8,                 /* regions */
+    UNITS = CSA_PIECE / UNIT, /* of a piece */
     ROWS = UNIT * CSA_REGION, /* cache rows of a unit */
     SLICE = SIZE / WARPS,     /* values of a warp */
-    TILES = SLICE / 8,        /* products of 8 values: 6 */
+    TILES = SLICE / 8,        /* products of 8 values */
     WEIGHT_PITCH = ROWS + 8,  /* halves */
-    MAX_ENTRIES = (CSA_MAX_TOPK + 1 + UNIT - 1) / UNIT * UNIT
+    MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
 };
 
 struct attend_params {
@@ -42,15 +41,21 @@ struct attend_params {
     int block_shift;            /* regions of a block */
     bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
     bool query_aligned;
-    csa_cut cut;
-    uint32_t *counters;    /* [row], or [row, 8] for clusters: how many parts are done */
-    float4 *records;       /* [row, pieces, 7, THREADS] */
+    int pieces;         /* of the longest row, where each has clusters of its own; else 0 */
+    uint32_t *counters; /* [row, CSA_RECORD_RANKS] */
+    float *records;     /* [row, piece, CSA_RECORD_FLOATS] */
 };
 
 template <bool FP8> struct layout {
     static constexpr int ROW = FP8 ? CSA_KV_SIZE : 2 * CSA_KV_SIZE; /* bytes of a cache row */
-    static constexpr int STAGE = ROWS * ROW;
-    static constexpr int STAGES = FP8 ? 4 : 2; /* some 100 KB: two blocks fit a multiprocessor */
+    static constexpr int PITCH = ROW + 16;
+    static constexpr int STAGE = ROWS * PITCH;
+};
+
+/* What a block leaves for its cluster, in a stage that has been used. */
+struct part_result {
+    float m[HEADS], l[HEADS];
+    float o[HEADS][SIZE];
 };
 
 /* A partial result as lanes hold it: heads g and g + 8, TILES products. */
@@ -58,13 +63,6 @@ struct partial {
     float m[2], l[2];
     float o[TILES][4];
 };
-
-__device__ __forceinline__ partial nothing()
-{
-    partial r = {};
-    r.m[0] = r.m[1] = -INFINITY;
-    return r;
-}
 
 /* Over the four lanes that share heads g and g + 8. */
 __device__ __forceinline__ float lanes_max(float x)
@@ -108,16 +106,6 @@ __device__ __forceinline__ void join(partial &a, const partial &b)
 
 /* ---- Loading ------------------------------------------------------------------------------------ */
 
-/*
- * In shared memory, the eight 16-byte chunks of each 128 bytes of a cache row change places: chunk c of token r
- * of a region lies where chunk c ^ r would. So neither copies of a row nor loads of a column of eight rows
- * conflict.
- */
-__device__ __forceinline__ int swizzled(int byte, int token)
-{
-    return byte ^ token << 4;
-}
-
 /* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
 __device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region,
                                   int64_t position)
@@ -136,42 +124,39 @@ template <bool FP8>
 __device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t *from, int64_t row_bytes,
                                                 bool aligned, int seen)
 {
-    constexpr int ROW = layout<FP8>::ROW;
-    for (int i = threadIdx.x % 32; i < CSA_REGION * ROW / 16; i += 32) {
-        int row = i / (ROW / 16), byte = i % (ROW / 16) * 16;
-        *(uint4 *)(to + row * ROW + swizzled(byte, row)) = row >= seen ? make_uint4(0, 0, 0, 0)
-                                                           : aligned
-                                                               ? load_16<true>(from + row * row_bytes + byte)
-                                                               : load_16<false>(from + row * row_bytes + byte);
+    constexpr int CHUNKS = layout<FP8>::ROW / 16, PITCH = layout<FP8>::PITCH;
+    for (int i = threadIdx.x % 32; i < CSA_REGION * CHUNKS; i += 32) {
+        int row = i / CHUNKS, chunk = i % CHUNKS;
+        *(uint4 *)(to + row * PITCH + chunk * 16) = row >= seen ? make_uint4(0, 0, 0, 0)
+                                                    : aligned
+                                                        ? load_16<true>(from + row * row_bytes + chunk * 16)
+                                                        : load_16<false>(from + row * row_bytes + chunk * 16);
     }
 }
 
-/* Copies a warp's regions of a unit into a stage. */
+/* Copies a warp's two regions of a unit into a stage. */
 template <bool FP8>
-__device__ __forceinline__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries,
-                                          const uint8_t *group_kv)
+__device__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries,
+                          const uint8_t *group_kv)
 {
-    constexpr int ROW = layout<FP8>::ROW;
+    constexpr int ROW = layout<FP8>::ROW, PITCH = layout<FP8>::PITCH, COPIES = CSA_REGION * ROW / 512;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1
-    for (int r = OWN * warp; r < OWN * (warp + 1); r++) {
+#pragma unroll
+    for (int r = 2 * warp; r < 2 * warp + 2; r++) {
         uint32_t entry = entries[r], physical = entry >> 4;
         const uint8_t *from = group_kv + (physical >> p.block_shift) * p.block_step +
                               (physical & ((1U << p.block_shift) - 1)) * CSA_REGION * p.row_step;
-        unsigned char *region = stage + r * CSA_REGION * ROW;
+        unsigned char *region = stage + r * CSA_REGION * PITCH;
         if ((entry & 15) != CSA_REGION || !p.kv_packed) {
             load_region_slowly<FP8>(region, from, p.row_step, p.kv_aligned, (int)(entry & 15));
             continue;
         }
-        uint32_t to = shared_address(region);
-        from += lane * 16;
+        uint32_t to = shared_address(region) + (uint32_t)lane * 16;
 #pragma unroll
-        for (int i = 0; i < CSA_REGION * ROW / 512;
-             i++) { /* lanes before `first` are still in the row of i * 512 */
-            int row = i * 512 / ROW, first = ((row + 1) * ROW - i * 512) / 16;
-            if (first < 32)
-                row += lane >= first;
-            copy_16(to + (uint32_t)(i * 512 + swizzled(lane * 16, row)), from + i * 512);
+        for (int i = 0; i < COPIES;
+             i++) { /* the region is contiguous; in shared memory a row ends with a gap */
+            int row = (i * 512 + lane * 16) / ROW;
+            copy_16(to + (uint32_t)(i * 512 + row * (PITCH - ROW)), from + lane * 16 + i * 512);
         }
     }
 }
@@ -228,205 +213,166 @@ template <bool FP8> struct queries {
     }
 };
 
-template <bool FP8> struct shared_state {
-    __align__(16) unsigned char stage[layout<FP8>::STAGES][layout<FP8>::STAGE];
+template <bool FP8, int BLOCKS> struct shared_state {
+    __align__(16) unsigned char stage[2][layout<FP8>::STAGE];
     queries<FP8> query;
-    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH]; /* of columns, see token_of */
-    __align__(16) float warp_max[HEADS][WARPS], warp_sum[HEADS][WARPS];
-    uint32_t entries[MAX_ENTRIES]; /* this block's, as resolve_entry makes them */
+    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH];
+    float warp_max[WARPS][HEADS], warp_sum[WARPS][HEADS];
+    uint32_t entries[MAX_PIECES * CSA_PIECE / BLOCKS]; /* this block's, units in the order they are worked on */
     bool last;
 };
 
 /* ---- A unit ------------------------------------------------------------------------------------- */
 
-/* Which token of a region a column of the products is: neighbours are four apart, so that their chunks do not
- * meet. */
-__device__ __forceinline__ int token_of(int column)
-{
-    return (column & 1) << 2 | column >> 1;
-}
-
-/* Where a lane finds its operands, in bytes. The compiler would work them out for every unit. */
-template <bool FP8> struct lane_places {
-    int key;                /* of a stage: its token's first chunk; the next one is at key ^ 64 */
-    int value[FP8 ? 4 : 3]; /* of a stage: what load_values reads of the first regions */
-    int sums;               /* of warp_max, warp_sum: head g */
-    int weight;             /* of the weights: what the warp's products read */
-
-    __device__ __forceinline__ lane_places()
-    {
-        constexpr int ROW = layout<FP8>::ROW;
-        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-        key = (OWN * warp * CSA_REGION + token_of(g)) * ROW + swizzled(16 * t, token_of(g));
-        if (FP8) {
-            int slice = SIZE + warp * SLICE;
-#pragma unroll
-            for (int second = 0; second < 2; second++) {
-                int token = t + 4 * second;
-                value[second] = token * ROW + swizzled(slice + 4 * g, token);
-                value[2 + second] = token * ROW + swizzled(slice + 32 + 2 * g, token);
-            }
-        } else {
-            int token = token_of(lane & 7), row = (lane & 8) + token;
-#pragma unroll
-            for (int i = 0; i < 3; i++)
-                value[i] = row * ROW + swizzled(2 * (SIZE + warp * SLICE) + 32 * i + lane / 16 * 16, token);
-        }
-        sums = g * WARPS * (int)sizeof(float);
-        weight = (lane % 16 * WEIGHT_PITCH + lane / 16 * 8) * 2;
-        keep(key);
-        keep(sums);
-        keep(weight);
-#pragma unroll
-        for (int i = 0; i < (FP8 ? 4 : 3); i++)
-            keep(value[i]);
-    }
-    static __device__ __forceinline__ void keep(int &x)
-    {
-        asm volatile("" : "+r"(x));
-    }
-};
-
-/* Logits of a warp's regions, in base 2: {head g: columns 2t, 2t + 1; head g + 8: the same}. */
+/* Logits of a warp's two regions, in base 2: region, {head g: tokens t, t + 4; head g + 8: the same}. */
 template <bool FP8>
-__device__ __forceinline__ void find_logits(const unsigned char *stage, const lane_places<FP8> &own,
-                                            const uint32_t *entries, const queries<FP8> &q,
-                                            float (&logits)[OWN][4])
+__device__ void find_logits(const unsigned char *stage, const uint32_t *entries, const queries<FP8> &q,
+                            float (&logits)[2][4])
 {
-    constexpr int LOADS = FP8 ? 3 : 6, STEPS = 12, EACH = STEPS / LOADS, REGION = CSA_REGION * layout<FP8>::ROW;
-    int lane = threadIdx.x % 32, t = lane % 4;
-    float sums[OWN][2][4] = {};
+    constexpr int PITCH = layout<FP8>::PITCH;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+    int token = (g & 1) << 2 | g >> 1; /* of column g: neighbours lie four rows apart, in other banks */
+    float sums[2][2][4] = {};
+    const unsigned char *keys = stage + (2 * warp * CSA_REGION + token) * PITCH + 16 * t;
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-        uint4 k[OWN];
+    for (int i = 0; i < (FP8 ? 3 : 6); i++) {
+        uint4 v[2];
 #pragma unroll
-        for (int r = 0; r < OWN; r++)
-            k[r] = *(const uint4 *)(stage + (i % 2 ? own.key ^ 64 : own.key) + i / 2 * 128 + r * REGION);
+        for (int r = 0; r < 2; r++)
+            v[r] = *(const uint4 *)(keys + r * CSA_REGION * PITCH + 64 * i);
 #pragma unroll
-        for (int step = 0; step < EACH; step++) {
-            uint4 a = q.a[EACH * i + step][lane];
+        for (int w = 0; w < (FP8 ? 4 : 2); w++) {
+            uint4 a = q.a[(FP8 ? 4 : 2) * i + w][lane];
 #pragma unroll
-            for (int r = 0; r < OWN; r++) {
-                uint32_t words[4] = {k[r].x, k[r].y, k[r].z, k[r].w};
+            for (int r = 0; r < 2; r++) {
+                uint32_t words[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
                 if (FP8)
-                    mma_f16(sums[r][step % 2], a, e4m3x2_to_f16x2(words[step]),
-                            e4m3x2_to_f16x2(words[step] >> 16));
+                    mma_f16(sums[r][w % 2], a, e4m3x2_to_f16x2(words[w]), e4m3x2_to_f16x2(words[w] >> 16));
                 else
-                    mma_bf16(sums[r][step], a, words[2 * step % 4], words[(2 * step + 1) % 4]);
+                    mma_bf16(sums[r][w], a, words[2 * w % 4], words[(2 * w + 1) % 4]);
             }
         }
     }
-    const float *factor = (const float *)((const char *)q.factor + own.sums / WARPS);
-    float factors[2] = {factor[0], factor[8]};
 #pragma unroll
-    for (int r = 0; r < OWN; r++) {
-        int seen = (int)(entries[r] & 15);
+    for (int r = 0; r < 2; r++) {
+        int seen = (int)(entries[2 * warp + r] & 15);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            logits[r][i] = t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * factors[i / 2] : -INFINITY;
+            logits[r][i] =
+                t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * q.factor[g + i / 2 * 8] : -INFINITY;
     }
 }
 
-/* Operand b of the products of a warp's slice over two regions, the first of them at `rows`.
+/* Operand b of the products of a warp's slice over 16 tokens, whose rows start at `rows`.
  *
  * bf16: tile i has values 8i to 8i + 7. e4m3, whose bytes no instruction transposes: tiles 0 to 3 have value
  * 4 * column + tile, tiles 4 and 5 have 32 + 2 * column + (tile - 4); lanes load what they need of two tokens
  * and interleave it. */
 template <bool FP8>
-__device__ __forceinline__ void load_values(const unsigned char *rows, const lane_places<FP8> &own,
-                                            uint32_t (&b)[TILES][2])
+__device__ __forceinline__ void load_values(const unsigned char *rows, uint32_t (&b)[TILES][2])
 {
+    constexpr int PITCH = layout<FP8>::PITCH;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
     if (FP8) {
 #pragma unroll
-        for (int region = 0; region < 2; region++) {
-            const unsigned char *at = rows + region * CSA_REGION * layout<FP8>::ROW;
-            uint32_t first = *(const uint32_t *)(at + own.value[0]),
-                     second = *(const uint32_t *)(at + own.value[1]);
+        for (int half = 0; half < 2; half++) {
+            const unsigned char *row = rows + (8 * half + 2 * t) * PITCH + SIZE + warp * SLICE;
+            const unsigned char *wide = row + 4 * g, *narrow = row + 32 + 2 * g;
+            uint32_t first = *(const uint32_t *)wide, second = *(const uint32_t *)(wide + PITCH);
             uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
-            b[0][region] = e4m3x2_to_f16x2(low);
-            b[1][region] = e4m3x2_to_f16x2(low >> 16);
-            b[2][region] = e4m3x2_to_f16x2(high);
-            b[3][region] = e4m3x2_to_f16x2(high >> 16);
-            low = __byte_perm(*(const uint16_t *)(at + own.value[2]),
-                              *(const uint16_t *)(at + own.value[FP8 ? 3 : 2]), 0x5140);
-            b[4][region] = e4m3x2_to_f16x2(low);
-            b[5][region] = e4m3x2_to_f16x2(low >> 16);
+            b[0][half] = e4m3x2_to_f16x2(low);
+            b[1][half] = e4m3x2_to_f16x2(low >> 16);
+            b[2][half] = e4m3x2_to_f16x2(high);
+            b[3][half] = e4m3x2_to_f16x2(high >> 16);
+            low = __byte_perm(*(const uint16_t *)narrow, *(const uint16_t *)(narrow + PITCH), 0x5140);
+            b[4][half] = e4m3x2_to_f16x2(low);
+            b[5][half] = e4m3x2_to_f16x2(low >> 16);
         }
     } else {
+        uint32_t row =
+            shared_address(rows) + (uint32_t)(lane % 16 * PITCH + 2 * (SIZE + warp * SLICE) + lane / 16 * 16);
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
+        for (int tile = 0; tile < TILES; tile += 2) {
             uint32_t m[4];
-            load_transposed_4(m, shared_address(rows) + (uint32_t)own.value[i]);
-            b[2 * i][0] = m[0], b[2 * i][1] = m[1];
-            b[2 * i + 1][0] = m[2], b[2 * i + 1][1] = m[3];
+            load_transposed_4(m, row + 16 * tile);
+            b[tile][0] = m[0], b[tile][1] = m[1];
+            b[tile + 1][0] = m[2], b[tile + 1][1] = m[3];
         }
     }
 }
 
 /* Which of the slice's values a lane's column i of a tile is. */
-template <bool FP8> __device__ __forceinline__ int value_of(int t, int tile, int i)
+template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
 {
+    int t = threadIdx.x % 4;
     if (!FP8)
         return 8 * tile + 2 * t + i;
     return tile < 4 ? 8 * t + 4 * i + tile : 32 + 4 * t + 2 * i + (tile - 4);
 }
 
-/* Works on a stage that has arrived as far as this thread's copies go, and adds it to `result`. */
-template <bool FP8>
-__device__ __forceinline__ void attend_unit(shared_state<FP8> &s, const lane_places<FP8> &own,
-                                            const unsigned char *stage, const uint32_t *entries,
-                                            partial &result)
+/* Works on a stage that has arrived as far as this thread's copies go. */
+template <bool FP8, int BLOCKS>
+__device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *stage, const uint32_t *entries,
+                            partial &result)
 {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
-    float logits[OWN][4], kept[2];
-    float4 *max_of_head = (float4 *)((char *)s.warp_max + own.sums),
-           *sum_of_head = (float4 *)((char *)s.warp_sum + own.sums);
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+    float logits[2][4], most[2], base[2], sum[2];
     __syncwarp();
-    find_logits<FP8>(stage, own, entries + OWN * warp, s.query, logits);
+    find_logits<FP8>(stage, entries, s.query, logits);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float x = lanes_max(fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]),
-                                  fmaxf(logits[1][2 * half], logits[1][2 * half + 1])));
+        float x = fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]),
+                        fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
+        x = lanes_max(x);
         if (t == 0)
-            ((float *)&max_of_head[8 * half])[warp] = x;
+            s.warp_max[warp][g + 8 * half] = x;
     }
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float4 x = max_of_head[8 * half];
-        float most = fmaxf(result.m[half], fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
-        float base = most == -INFINITY ? 0.0F : most, sum = 0.0F;
-        kept[half] = exp2_fast(result.m[half] - base);
-        result.m[half] = most;
+        most[half] = s.warp_max[0][g + 8 * half];
 #pragma unroll
-        for (int r = 0; r < OWN; r++) {
-            float first = exp2_fast(logits[r][2 * half] - base),
-                  second = exp2_fast(logits[r][2 * half + 1] - base);
-            *(uint32_t *)&s.weights[g + 8 * half][(OWN * warp + r) * CSA_REGION + 2 * t] =
-                FP8 ? pack_f16(first, second) : pack_bf16(first, second);
-            sum += first + second;
-        }
-        sum = lanes_sum(sum);
-        if (t == 0)
-            ((float *)&sum_of_head[8 * half])[warp] = sum;
+        for (int w = 1; w < WARPS; w++)
+            most[half] = fmaxf(most[half], s.warp_max[w][g + 8 * half]);
+        base[half] = most[half] == -INFINITY ? 0.0F : most[half];
+        sum[half] = 0.0F;
     }
-    __syncthreads();
-    uint32_t weights = shared_address(s.weights) + (uint32_t)own.weight;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float weight = exp2_fast(logits[r][i] - base[i / 2]);
+            sum[i / 2] += weight;
+            uint32_t code = FP8 ? pack_f16(weight, 0.0F) : pack_bf16(weight, 0.0F);
+            s.weights[g + i / 2 * 8][(2 * warp + r) * CSA_REGION + t + i % 2 * 4] = (uint16_t)code;
+        }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float4 x = sum_of_head[8 * half];
-        result.l[half] = fmaf(result.l[half], kept[half], (x.x + x.y) + (x.z + x.w));
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
-            result.o[tile][2 * half] *= kept[half];
-            result.o[tile][2 * half + 1] *= kept[half];
-        }
+        float x = lanes_sum(sum[half]);
+        if (t == 0)
+            s.warp_sum[warp][g + 8 * half] = x;
     }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int head = g + 8 * half;
+        result.m[half] = most[half];
+        result.l[half] =
+            ((s.warp_sum[0][head] + s.warp_sum[1][head]) + s.warp_sum[2][head]) + s.warp_sum[3][head];
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            result.o[tile][i] = 0.0F;
 #pragma unroll
     for (int step = 0; step < ROWS / 16; step++) {
-        uint32_t b[TILES][2];
-        uint4 a = load_matrix_4(weights + (uint32_t)(16 * step) * 2);
-        load_values<FP8>(stage + 16 * step * layout<FP8>::ROW, own, b);
+        uint32_t words[4], b[TILES][2];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            words[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
+        uint4 a = make_uint4(words[0], words[1], words[2], words[3]);
+        load_values<FP8>(stage + 16 * step * layout<FP8>::PITCH, b);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             if (FP8)

@@ -542,13 +542,13 @@ csa_status csa_cuda_score(const csa_context *context, const csa_score_args *args
     return status == CSA_OK ? run(context, p, args) : status;
 }
 
-csa_status csa_cuda_score_in_step(const csa_context *context, const csa_score_args *args,
-                                  const csa_ranking *ranking, int64_t width)
+csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
+                               int64_t width, const csa_tensor *peaks)
 {
     score_params p = {};
     csa_status status = fill_params(p, args);
-    p.first = (uint32_t)ranking->first;
+    p.first = (uint32_t)span.first;
     p.width = (int)width;
-    p.peaks = csa_view(ranking->peaks);
+    p.peaks = csa_view(*peaks);
     return status == CSA_OK ? run(context, p, args) : status;
 }

@@ -25,8 +25,8 @@ struct select_params {
     uint32_t first, groups;
     bool from_tokens, aligned;
     int regions, width; /* of the scores; most historical regions of a row */
-    uint32_t *counters; /* a step: of attend's parts, cleared */
-    uint32_t counter_count;
+    uint32_t *counters; /* a step: of the parts of so many rows, cleared */
+    uint32_t split_rows;
 };
 
 template <int THREADS>
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constan
     if (p.from_tokens) {
         region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
         wait_for_kernel_ahead();
-        for (uint32_t i = row * THREADS + threadIdx.x; i < p.counter_count; i += gridDim.x * THREADS)
-            p.counters[i] = 0;
     } else {
         region = *(const int64_t *)p.current.at(row);
     }
+    if (row < p.split_rows && threadIdx.x < CSA_RECORD_RANKS)
+        p.counters[row * CSA_RECORD_RANKS + threadIdx.x] = 0;
     row_scores scores = {(const float *)p.scores.at(row), p.peaks ? (const float *)p.peaks.at(row) : nullptr,
                          (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1), p.aligned};
     choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row));
@@ -94,18 +94,20 @@ csa_status csa_cuda_select(const csa_context *, const csa_select_args *args)
     return status == CSA_OK ? queue_select(p, args->scores.shape[0], false, args->stream) : status;
 }
 
-csa_status csa_cuda_select_in_step(const csa_context *context, const csa_select_args *args,
-                                   const csa_tokens *tokens, const csa_ranking *ranking)
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
+                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks,
+                                uint32_t *counters, int64_t split_rows)
 {
     select_params p = {};
     csa_status status = fill_params(p, args->scores, args->selected);
-    p.peaks = csa_view(ranking->peaks);
+    if (status != CSA_OK || span.count == 0)
+        return status;
+    p.peaks = csa_view(*peaks);
     p.tokens = csa_token_source(*tokens);
-    p.first = (uint32_t)ranking->first;
-    p.groups = (uint32_t)(args->scores.shape[0] / ranking->count);
+    p.first = (uint32_t)span.first;
+    p.groups = (uint32_t)(args->scores.shape[0] / span.count);
     p.from_tokens = true;
-    p.counters = ranking->counters;
-    p.counter_count = (uint32_t)ranking->most_records;
-    bool overlap = ranking->scored && !context->portable;
-    return status == CSA_OK ? queue_select(p, args->scores.shape[0], overlap, args->stream) : status;
+    p.counters = counters;
+    p.split_rows = (uint32_t)split_rows;
+    return queue_select(p, args->scores.shape[0], span.overlap && !context->portable, args->stream);
 }

@@ -36,27 +36,25 @@ csa_status csa_cuda_prepare_and_summarize(const csa_context *context, const csa_
 
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 
-/* Tokens [first, first + count) of `tokens` are worked on, to which the tensors of the arguments belong. */
-struct csa_ranking {
+/* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first.
+ * overlap: a kernel may start before the one of the same step ahead of it has ended. */
+struct csa_span {
     int64_t first, count;
-    bool scored;        /* score has a kernel, which select may overlap */
-    csa_tensor peaks;   /* [row, region / CSA_PEAK] of the scores */
-    uint32_t *counters; /* [most_records], cleared by select */
-    float *records;     /* [most_records, CSA_RECORD_FLOATS] */
-    int64_t most_records;
+    bool overlap;
 };
 
 /* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region.
- */
-csa_status csa_cuda_score_in_step(const csa_context *context, const csa_score_args *args,
-                                  const csa_ranking *ranking, int64_t width);
+ * Leaves the scores' peaks, [row, region / CSA_PEAK], too. */
+csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
+                               int64_t width, const csa_tensor *peaks);
 
-/* Current regions follow from the tokens. */
-csa_status csa_cuda_select_in_step(const csa_context *context, const csa_select_args *args,
-                                   const csa_tokens *tokens, const csa_ranking *ranking);
+/* Selection in a step: current regions follow from the tokens; clears the counters of so many rows' parts. */
+csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
+                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks,
+                                uint32_t *counters, int64_t split_rows);
 
-/* Behind select, in parts of rows where there are few. */
-csa_status csa_cuda_attend_in_step(const csa_context *context, const csa_attend_args *args,
-                                   const csa_ranking *ranking);
+/* Attention in a step: behind select, with room for the parts of so many rows. scratch NULL: alone. */
+csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
+                                const csa_chunk_arrays *scratch, int64_t split_rows);
 
 #endif

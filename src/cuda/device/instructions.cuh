@@ -49,18 +49,6 @@ static __device__ __forceinline__ void load_transposed_4(uint32_t (&m)[4], uint3
                  : "memory");
 }
 
-/* Four 8x8 matrices as they are: lanes 0-15 name the rows of the left ones, 16-31 of the right ones: operand a.
- */
-static __device__ __forceinline__ uint4 load_matrix_4(uint32_t row)
-{
-    uint4 m;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
-                 : "r"(row)
-                 : "memory");
-    return m;
-}
-
 /* ---- Conversions -------------------------------------------------------------------------------- */
 
 /* Two e4m3 codes (the low 16 bits) as two f16 values, exactly; NaN stays NaN. */
@@ -160,38 +148,64 @@ static __device__ __forceinline__ void start_kernel_behind()
 
 /* ---- Clusters: blocks that run together --------------------------------------------------------- */
 
-/* All threads of the cluster meet, in two halves; shared memory written before is seen after. */
-static __device__ __forceinline__ void cluster_arrive()
+/* All threads of the cluster meet; shared memory written before is seen after. A block alone meets itself. */
+template <int blocks> static __device__ __forceinline__ void cluster_sync()
 {
 #if CSA_SM90
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (blocks > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                         : "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+/* The same in two halves, with work between that the others need not wait for. */
+template <int blocks> static __device__ __forceinline__ void cluster_arrive()
+{
+#if CSA_SM90
+    if (blocks > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
-static __device__ __forceinline__ void cluster_wait()
+template <int blocks> static __device__ __forceinline__ void cluster_wait()
 {
 #if CSA_SM90
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (blocks > 1) {
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        return;
+    }
 #endif
+    __syncthreads();
 }
 
 /* The address at which the block of that rank has what this block has at p, for cluster_load. */
-static __device__ __forceinline__ uint32_t cluster_address(const void *p, uint32_t rank)
+template <int blocks> static __device__ __forceinline__ uint32_t cluster_address(const void *p, int rank)
 {
     uint32_t address = shared_address(p);
 #if CSA_SM90
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    if (blocks > 1) {
+        uint32_t there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+        return there;
+    }
 #endif
     return address;
 }
 
-static __device__ __forceinline__ float cluster_load(uint32_t address)
+template <int blocks> static __device__ __forceinline__ uint32_t cluster_load(uint32_t address)
 {
-    float v = 0.0F;
+    uint32_t value;
 #if CSA_SM90
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    if (blocks > 1) {
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        return value;
+    }
 #endif
-    return v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
 }
 
 #endif
