@@ -738,10 +738,11 @@ static void layers_agree_with_ref(void **state)
 
 /* ---- Long rows ---------------------------------------------------------------------------------- */
 
-enum { SCORE_SORTS = 5 };
+enum { SCORE_SORTS = 6 };
 
-/* Scores of all magnitudes; few values; one; hardly any but NaN; half of them 0. */
-static float draw_score(test_random *r, int sort)
+/* Scores of all magnitudes; few values; one; hardly any but NaN; half of them 0; a large and a small one beside
+ * each other, here and there. */
+static float draw_score(test_random *r, int sort, int64_t at)
 {
     float x = (float)random_normal(r);
     switch (sort) {
@@ -753,6 +754,10 @@ static float draw_score(test_random *r, int sort)
         return -1.5F;
     case 3:
         return random_chance(r, 1) ? x : NAN;
+    case 5:
+        if (at >= 513 * 32 || (at % 64 != 31 && at % 64 != 32))
+            return x - 50;
+        return (at % 64 == 31 ? 100.0F : 2.0F) + (at < 128 ? 0.0F : 1e-4F * (float)at);
     default:
         return x > 0 ? x : 0;
     }
@@ -774,7 +779,7 @@ static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, in
     float *scores = malloc(score_bytes);
     int64_t *expected = malloc(bytes), *got = malloc(bytes), current[ROWS];
     for (int64_t i = 0; i < ROWS * regions; i++)
-        scores[i] = draw_score(&r, sort);
+        scores[i] = draw_score(&r, sort, i % regions);
     for (int row = 0; row < ROWS; row++)
         current[row] = row == 0 ? regions - 1 : random_between(&r, topk, regions - 1);
     csa_select_args args = {
@@ -807,9 +812,9 @@ static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, in
 static void long_rows_are_selected(void **state)
 {
     (void)state;
-    const int64_t lengths[] = {8193, 40001, 150000};
+    const int64_t lengths[] = {8193, 40001, 150000, 300000};
     csa_context *ref = test_context((csa_context_options){.backend = CSA_BACKEND_REF});
-    for (int i = 0; i < (test_quick() ? 1 : 3); i++)
+    for (int i = 0; i < (test_quick() ? 1 : 4); i++)
         for (int sort = 0; sort < SCORE_SORTS; sort += test_quick() ? 4 : 1) {
             expect_selection(ref, lengths[i], 512, sort);
             if (test_quick())

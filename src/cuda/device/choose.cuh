@@ -148,22 +148,22 @@ static __device__ __noinline__ void hold_keys(choice_scratch<THREADS> &s, key_so
         s.held[i * THREADS + (int)threadIdx.x] = k.load(s, i);
 }
 
-/* The same with the largest of each 1 << log values. */
+/* The same with the largest of each 1 << log values, of which four at a time are on their way. */
 template <int THREADS>
 static __device__ __noinline__ void hold_peaks(choice_scratch<THREADS> &s, key_source<THREADS> k, int log)
 {
 #pragma unroll 1
     for (int i = 0; i < k.fours; i++) {
-        uint32_t most[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            most[j] = CSA_NO_KEY;
-            int64_t at = (((int64_t)threadIdx.x * k.fours + i) * 4 + j) << log;
-            int end = (int)min(at + (1 << log), (int64_t)k.count);
+        int64_t first = ((int64_t)threadIdx.x * k.fours + i) * 4;
+        uint32_t most[4] = {CSA_NO_KEY, CSA_NO_KEY, CSA_NO_KEY, CSA_NO_KEY};
 #pragma unroll 2
-            for (; at < end; at += 4)
-                most[j] = max(most[j], max_of_four(load_keys(k.values, k.aligned && log > 1, (int)at, end)));
-        }
+        for (int v = 0; v < 1 << log; v += 4)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                int end = (int)min((first + j + 1) << log, (int64_t)k.count);
+                int at = (int)min(((first + j) << log) + v, (int64_t)end);
+                most[j] = max(most[j], max_of_four(load_keys(k.values, k.aligned && log > 1, at, end)));
+            }
         s.held[i * THREADS + (int)threadIdx.x] = make_uint4(most[0], most[1], most[2], most[3]);
     }
 }
@@ -192,16 +192,16 @@ static __device__ __noinline__ running_sum scan(choice_scratch<THREADS> &s, int 
     return {__reduce_add_sync(~0U, lane < warp ? of_warp : 0) + sum - own, __reduce_add_sync(~0U, of_warp)};
 }
 
-/* The best keys: those above `threshold`, and the first `share` of its equals. `highest` is the best of all. */
+/* The best keys: those above `threshold`, and the first `share` of its equals. `highest`: none is above. */
 struct best_keys {
     uint32_t threshold, share, highest;
 };
 
-/* The rank-th best of the keys in [low, high], at most 32: each warp finds it. */
+/* The rank-th best of the keys in [low, high], at most 32, whose best is `highest`: each warp finds it. */
 template <int THREADS>
 static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
                                                      const key_source<THREADS> &keys, uint32_t rank,
-                                                     uint32_t low, uint32_t high)
+                                                     uint32_t low, uint32_t high, uint32_t highest)
 {
     uint32_t lane = threadIdx.x % 32, better = 0, equal = 0;
     if (threadIdx.x < 32)
@@ -211,7 +211,7 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
     __syncthreads();
     keys.each(s, [&](uint32_t key) {
         if (key >= low && key <= high)
-            s.few[atomicAdd(&s.few_count, 1U)] = key;
+            s.few[atomicAdd(&s.few_count, 1U) % 32] = key;
     });
     __syncthreads();
     uint32_t own = s.few[lane];
@@ -222,7 +222,7 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
         equal += (k.x == own) + (k.y == own) + (k.z == own) + (k.w == own);
     }
     int at = __ffs((int)__ballot_sync(~0U, better < rank && rank <= better + equal)) - 1;
-    return {__shfl_sync(~0U, own, at), rank - __shfl_sync(~0U, better, at), 0};
+    return {__shfl_sync(~0U, own, at), rank - __shfl_sync(~0U, better, at), highest};
 }
 
 /* Searches for the `rank` best keys (from 1), and is content with more of them, up to `most`: then share is 0.
@@ -242,7 +242,7 @@ static __device__ __noinline__ best_keys find_best(choice_scratch<THREADS> &s, k
             low = min(low, key - 1); /* no key is the largest */
             high = max(high, key);
         });
-        if (rank * (uint32_t)keys.fours <= (uint32_t)keys.all)
+        if (!keys.listed && rank * (uint32_t)keys.fours <= (uint32_t)keys.all)
             low = high - 1; /* so many threads have keys: as many reach the smallest of their largest */
         low = __reduce_min_sync(~0U, low);
         high = __reduce_max_sync(~0U, high);
@@ -267,9 +267,11 @@ static __device__ __noinline__ best_keys find_best(choice_scratch<THREADS> &s, k
         __syncthreads();
         int upper = 2 * THREADS - 1 - 2 * (int)threadIdx.x; /* a thread's two bins, from the top */
         uint2 counts = *(uint2 *)&s.bins[upper - 1];
-        uint32_t before = scan(s, 0, counts.x + counts.y).before;
+        running_sum sum = scan(s, 0, counts.x + counts.y);
         *(uint2 *)&s.bins[upper - 1] = make_uint2(0, 0);
-        uint32_t left = rank - above; /* of those not above */
+        if (sum.all == 0) /* scores that change meanwhile do no harm */
+            return {low - 1, 0, highest};
+        uint32_t before = sum.before, left = min(rank - above, sum.all); /* of those not above */
         if (before < left && left <= before + counts.x + counts.y) {
             bool second = left > before + counts.y;
             s.bin = (uint32_t)(upper - second);
@@ -285,7 +287,7 @@ static __device__ __noinline__ best_keys find_best(choice_scratch<THREADS> &s, k
             return {low, rank - above, highest};
         high = min(high, low + ((1U << cut) - 1));
         if (s.within <= 32 && most == rank)
-            return rank_few(s, keys, rank - above, low, high);
+            return rank_few(s, keys, rank - above, low, high, highest);
     }
 }
 
@@ -302,10 +304,11 @@ static __device__ __forceinline__ uint32_t bits_equal(uint4 k, uint32_t key)
     return (k.x == key) | (k.y == key) << 1 | (k.z == key) << 2 | (k.w == key) << 3;
 }
 
-/* Writes where the best keys stand, in order, to `to`, or to s.groups if that is NULL; how many they are. */
+/* Writes where the best keys stand, in order, to `to`, or to s.groups if that is NULL, which have room for
+ * `most`; how many they are. */
 template <int THREADS>
 static __device__ __noinline__ uint32_t write_best(choice_scratch<THREADS> &s, key_source<THREADS> keys,
-                                                   best_keys best, int64_t *to)
+                                                   best_keys best, int64_t *to, uint32_t most)
 {
     running_sum better = {}, ties = {};
 #pragma unroll 1
@@ -326,7 +329,7 @@ static __device__ __noinline__ uint32_t write_best(choice_scratch<THREADS> &s, k
             int bit = __ffs((int)bits) - 1;
             bool tied = equal >> bit & 1;
             uint32_t place = better.before + min(ties.before, best.share);
-            if (tied && ties.before >= best.share)
+            if ((tied && ties.before >= best.share) || place >= most)
                 continue;
             if (to)
                 to[place] = at + bit;
@@ -337,7 +340,7 @@ static __device__ __noinline__ uint32_t write_best(choice_scratch<THREADS> &s, k
         }
     }
     __syncthreads();
-    return better.all + min(ties.all, best.share);
+    return min(better.all + min(ties.all, best.share), most);
 }
 
 /* ---- The whole ---------------------------------------------------------------------------------- */
@@ -376,13 +379,13 @@ static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores 
         bool plateau = bound.share > 0;
         highest = bound.highest;
         bound.share = plateau ? rank : 0;
-        keys.divide((int)(write_best(s, peaks, bound, nullptr) << (shift - 2)));
+        keys.divide((int)(write_best(s, peaks, bound, nullptr, CHOICE_GROUPS) << (shift - 2)));
         keys.listed = true;
         keys.in_group = shift - 2;
         keys.floor = bound.threshold - plateau;
     }
     hold_keys(s, keys);
-    write_best(s, keys, find_best(s, keys, rank, rank, highest), entries);
+    write_best(s, keys, find_best(s, keys, rank, rank, highest), entries, rank);
 }
 
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,

@@ -1,0 +1,143 @@
+/*
+ * The selection of the cuda back end (src/cuda/device/choose.cuh) on the host, against a sort: all that it does
+ * is integers and meetings, so that what holds here holds there. Rows on both sides of each threshold, scores
+ * with plateaus, NaN and infinities.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "emulated_block.hpp"
+
+#include "cuda/device/choose.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+
+namespace
+{
+
+using random_source = std::mt19937;
+
+enum { SORTS = 8 };
+
+/* Scores of usual and of wild magnitudes, a product's with signed weights, few values, one, much NaN,
+ * infinities, a large and a small one beside each other. */
+std::vector<float> draw_scores(random_source &r, int count, int sort)
+{
+    std::normal_distribution<float> normal;
+    std::vector<float> scores((size_t)count);
+    float weights[4];
+    for (float &w : weights)
+        w = normal(r);
+    for (int i = 0; i < count; i++) {
+        float x = normal(r);
+        switch (sort) {
+        case 1:
+            x = r() % 4 ? x * 1e-3F : x * 1e30F;
+            break;
+        case 2:
+            x = 0;
+            for (float w : weights)
+                x += w * max(0.0F, normal(r));
+            break;
+        case 3:
+            x = (float)(r() % 3);
+            break;
+        case 4:
+            x = -0.0F;
+            break;
+        case 5:
+            x = r() % 50 ? NAN : x;
+            break;
+        case 6:
+            x = r() % 1000 ? x : r() % 2 ? INFINITY : -INFINITY;
+            break;
+        case 7:
+            if (i >= 513 * 32 || (i % 64 != 31 && i % 64 != 32))
+                x -= 50;
+            else
+                x = (i % 64 == 31 ? 100.0F : 2.0F) + (i < 128 ? 0.0F : 1e-4F * (float)i);
+            break;
+        default:
+            break;
+        }
+        scores[(size_t)i] = x;
+    }
+    return scores;
+}
+
+/* As score leaves them. */
+std::vector<float> find_peaks(const std::vector<float> &scores)
+{
+    std::vector<float> peaks((scores.size() + CSA_PEAK - 1) / CSA_PEAK, NAN);
+    for (size_t i = 0; i < scores.size(); i++)
+        peaks[i / CSA_PEAK] = fmaxf(peaks[i / CSA_PEAK], scores[i]);
+    return peaks;
+}
+
+/* Section 5 by a sort. */
+std::vector<int64_t> expect(const std::vector<float> &scores, int width)
+{
+    int current = (int)scores.size();
+    std::vector<int> order(scores.size());
+    std::iota(order.begin(), order.end(), 0);
+    auto better = [&](int a, int b) {
+        float x = scores[(size_t)a], y = scores[(size_t)b];
+        if (std::isnan(x) || std::isnan(y))
+            return std::isnan(x) == std::isnan(y) ? a < b : std::isnan(y);
+        return x != y ? x > y : a < b;
+    };
+    if (current > width) {
+        std::nth_element(order.begin(), order.begin() + width, order.end(), better);
+        order.resize((size_t)width);
+        std::sort(order.begin(), order.end());
+    }
+    std::vector<int64_t> columns((size_t)max(0, width - current), -1);
+    columns.insert(columns.end(), order.begin(), order.end());
+    columns.push_back(current);
+    return columns;
+}
+
+/* One row by a block of THREADS; scratch and columns start as garbage. */
+template <int THREADS>
+bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
+{
+    std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores);
+    std::vector<int64_t> columns((size_t)width + 1, -77);
+    auto scratch = std::make_unique<choice_scratch<THREADS>>();
+    memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
+    bool aligned = (uintptr_t)scores.data() % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
+    row_scores row = {scores.data(), with_peaks ? peaks.data() : nullptr, count, aligned};
+    choice_scratch<THREADS> &s = *scratch;
+    int64_t *to = columns.data();
+    run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to); });
+    if (columns == expect(scores, width))
+        return true;
+    printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads\n", count, width, sort,
+           with_peaks ? "with" : "without", THREADS);
+    return false;
+}
+
+} // namespace
+
+int main()
+{
+    const int counts[] = {1, 511, 513, 3000, 8192, 8193, 16384, 40001, 131072, 131073, 300000},
+              widths[] = {1, 512, 600, 1024};
+    const char *quick = getenv("CSA_TEST_QUICK");
+    random_source r(20240607);
+    int done = 0, wrong = 0;
+    for (int count : counts)
+        for (int i = 0; i < (quick ? 2 : 6); i++, done++) {
+            int width = widths[r() % 4], sort = (int)(r() % SORTS);
+            bool with_peaks = r() % 2;
+            wrong += !(i % 3 == 2 ? choose_like_a_sort<512>(r, count, width, sort, with_peaks)
+                                  : choose_like_a_sort<128>(r, count, width, sort, with_peaks));
+        }
+    for (int i = 0; i < 2;
+         i++, done++) /* 513 groups of 8 fours: threads have five fours, which straddle groups */
+        wrong += !choose_like_a_sort<1024>(r, 300000, 512, 7, i == 0);
+    printf("%d selections, %d wrong\n", done, wrong);
+    return wrong ? EXIT_FAILURE : EXIT_SUCCESS;
+}
