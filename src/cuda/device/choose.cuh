@@ -38,7 +38,7 @@ template <int THREADS> struct choice_scratch {
     uint32_t bins[2 * THREADS];
     uint32_t groups[CHOICE_GROUPS];
     uint32_t warps[2][THREADS / 32];
-    uint32_t bin, above, within, pad; /* read as one */
+    uint32_t bin, above, within;
     __align__(16) uint32_t few[32];
     uint32_t few_count;
 };
