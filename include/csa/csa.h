@@ -84,8 +84,8 @@
  *   context, so that streams of the runtime's and of the driver's API both fit.
  * - After csa_warm_up, every call on a context without `check` can be captured in a graph, in any capture mode.
  *   Frozen by capture: pointers, shapes, strides, scalars and the plan. Read at replay: the contents of
- * tensors, *k_scale and *v_scale. Extents are capacities: fill up with padding. A graph may outlive the
- * context.
+ *   tensors, the values at k_scale and v_scale. Extents are capacities: fill up with padding. A graph may
+ *   outlive the context.
  * - A back end may ask for more alignment or regular strides and then refuses other views by name, with
  *   CSA_ERROR_UNSUPPORTED. Aligned to 16 bytes in base and strides is always enough.
  */
