@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "plan.h"
 
-enum { ALIGNMENT = 64, ARRAYS = 8 };
+enum { ALIGNMENT = 64, ARRAYS = 7 };
 
 int64_t csa_list_columns(const csa_step_shape *shape)
 {
@@ -20,30 +20,19 @@ int64_t csa_score_stride(const csa_step_shape *shape)
 
 int64_t csa_peak_stride(const csa_step_shape *shape)
 {
-    return shape->cuda ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
+    return shape->cuda && shape->regions > CSA_SHORT_ROW ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
 }
 
-/* Bytes of the counters and the records of a row that is attended to in parts. */
-static size_t counter_bytes(void)
+int64_t csa_record_count(const csa_step_shape *shape)
 {
-    return CSA_RECORD_RANKS * sizeof(uint32_t);
-}
-
-static size_t record_bytes(const csa_step_shape *shape)
-{
-    return (size_t)((shape->topk + CSA_PIECE) / CSA_PIECE) * CSA_RECORD_FLOATS * sizeof(float);
-}
-
-int64_t csa_split_rows(const csa_step_shape *shape)
-{
-    size_t fitting = shape->limit / 8 / (counter_bytes() + record_bytes(shape));
-    return !shape->cuda ? 0 : fitting < CSA_SPLIT_ROWS ? (int64_t)fitting : CSA_SPLIT_ROWS;
+    size_t fitting = shape->limit / 8 / CSA_RECORD_BYTES;
+    return !shape->cuda ? 0 : fitting < CSA_RECORDS ? (int64_t)fitting : CSA_RECORDS;
 }
 
 /* What does not grow with a chunk: gaps for alignment, and parts. */
 static size_t fixed_bytes(const csa_step_shape *shape)
 {
-    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_split_rows(shape) * (counter_bytes() + record_bytes(shape));
+    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_record_count(shape) * CSA_RECORD_BYTES;
 }
 
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
@@ -96,8 +85,7 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
-    a.counters = carve(&next, (size_t)csa_split_rows(shape) * counter_bytes());
-    a.records = carve(&next, (size_t)csa_split_rows(shape) * record_bytes(shape));
+    a.records = carve(&next, (size_t)csa_record_count(shape) * CSA_RECORD_BYTES);
     a.peaks = carve(&next, csa_step_ranks(shape) ? rows * (size_t)csa_peak_stride(shape) * sizeof *a.peaks : 0);
     a.scores = (float *)next;
     return a;

@@ -34,28 +34,28 @@ int64_t csa_score_stride(const csa_step_shape *shape);
 /* Tokens handled at a time; at least 1. */
 int64_t csa_chunk_tokens(const csa_step_shape *shape);
 
-/* On cuda, groups of neighbouring scores have a peak, their largest. */
+/* On cuda, groups of neighbouring scores of long rows have a peak, their largest. */
 enum {
     CSA_PEAK_SHIFT = 3,
-    CSA_PEAK = 1 << CSA_PEAK_SHIFT /* regions */
+    CSA_PEAK = 1 << CSA_PEAK_SHIFT, /* regions */
+    CSA_SHORT_ROW = 16384           /* regions at most: selected from without peaks */
 };
 
-/* Floats from one row of peaks to the next; none but on cuda. */
+/* Floats from one row of peaks to the next; 0: none. */
 int64_t csa_peak_stride(const csa_step_shape *shape);
 
 /*
- * Parts of rows on cuda. A row's list is cut into pieces; with few rows, each piece of a row leaves a record of
- * its maxima, sums and values, and a counter tells the last one to join them.
+ * Parts of rows on cuda. A row's list is cut into units and these into pieces; with few rows, each unit or piece
+ * leaves a record of its maxima, sums and values, which are joined afterwards.
  */
 enum {
     CSA_PIECE = 64,      /* list entries */
-    CSA_SPLIT_ROWS = 48, /* at most; more rows keep a device busy whole */
-    CSA_RECORD_RANKS = 8,
-    CSA_RECORD_FLOATS = CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2 * CSA_RECORD_RANKS)
+    CSA_RECORDS = 1280, /* at most */
+    CSA_RECORD_BYTES = 4 * CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2)
 };
 
-/* Rows whose parts find room in the workspace; none but on cuda. */
-int64_t csa_split_rows(const csa_step_shape *shape);
+/* Records that find room in the workspace; none but on cuda. */
+int64_t csa_record_count(const csa_step_shape *shape);
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
  * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
@@ -67,8 +67,7 @@ typedef struct csa_chunk_arrays {
     int64_t *owners;    /* [tokens] */
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
-    uint32_t *counters; /* [csa_split_rows, CSA_RECORD_RANKS] */
-    float *records;     /* [csa_split_rows, pieces of topk + 1 entries, CSA_RECORD_FLOATS] */
+    void *records;      /* [csa_record_count, CSA_RECORD_BYTES] */
     float *peaks;       /* [rows, csa_peak_stride(shape)] */
     float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;

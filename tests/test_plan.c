@@ -103,11 +103,10 @@ static void layouts_fit(void **state)
         expect_apart(a.positions, tokens * 8, a.owners, "positions");
         expect_apart(a.owners, tokens * 8, a.current, "owners");
         expect_apart(a.current, rows * 8, a.selected, "current");
-        expect_apart(a.selected, rows * columns * 8, a.counters, "selected");
-        size_t split = (size_t)csa_split_rows(&s), pieces = ((size_t)s.topk + CSA_PIECE) / CSA_PIECE;
-        CHECK(s.cuda || split == 0);
-        expect_apart(a.counters, split * CSA_RECORD_RANKS * 4, a.records, "counters");
-        expect_apart(a.records, split * pieces * CSA_RECORD_FLOATS * 4, a.peaks, "records");
+        expect_apart(a.selected, rows * columns * 8, a.records, "selected");
+        size_t records = (size_t)csa_record_count(&s);
+        CHECK(s.cuda || records == 0);
+        expect_apart(a.records, records * CSA_RECORD_BYTES, a.peaks, "records");
         size_t peaks = s.cuda && csa_step_ranks(&s) ? rows * (size_t)csa_peak_stride(&s) * 4 : 0;
         CHECK(peaks == 0 || csa_peak_stride(&s) * CSA_PEAK >= s.regions);
         expect_apart(a.peaks, peaks, a.scores, "peaks");

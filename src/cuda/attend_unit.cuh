@@ -1,6 +1,6 @@
 /*
  * A unit of attention: what attend.cu's kernel is made of below the level of rows. Parameters, copies of cache
- * rows, queries, logits, weighted values, joining. SPDX-License-Identifier: Apache-2.0
+ * rows, queries, weights, weighted values. SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CUDA_ATTEND_UNIT_CUH
 #define CSA_CUDA_ATTEND_UNIT_CUH
@@ -9,26 +9,19 @@
 #include "device/instructions.cuh"
 #include "device/views.cuh"
 
+#include <cuda.h>
 #include <math.h>
 
-namespace
-{
-
-enum {
-    WARPS = 4,
-    THREADS = 32 * WARPS,
-    HEADS = CSA_MAX_HEADS,
-    SIZE = CSA_HEAD_SIZE,
-    UNIT = 8,                 /* regions */
-    UNITS = CSA_PIECE / UNIT, /* of a piece */
-    ROWS = UNIT * CSA_REGION, /* cache rows of a unit */
-    SLICE = SIZE / WARPS,     /* values of a warp */
-    TILES = SLICE / 8,        /* products of 8 values */
-    WEIGHT_PITCH = ROWS + 8,  /* halves */
-    MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
+/* A partial result in memory, as products leave it: for each tile of 8 values and lane, heads g and g + 8; and
+ * of heads g and g + 8 the maxima and the sums. */
+struct csa_record {
+    float4 o[CSA_HEAD_SIZE / 8][32];
+    float4 sums[8];
 };
+static_assert(sizeof(csa_record) == CSA_RECORD_BYTES, "plan.h");
 
 struct attend_params {
+    CUtensorMap cache; /* kv; used where `mapped` */
     token_source tokens;
     block_map map;
     view active, positions;               /* of rows; absent: they follow from the tokens */
@@ -38,30 +31,45 @@ struct attend_params {
     const float *k_scale, *v_scale; /* NULL: 1 */
     uint32_t first, groups, heads, columns;
     float scale;
-    int block_shift;            /* regions of a block */
-    bool kv_aligned, kv_packed; /* to 16 bytes; a block's rows without gaps, too */
-    bool query_aligned;
-    int pieces;         /* of the longest row, where each has clusters of its own; else 0 */
-    uint32_t *counters; /* [row, CSA_RECORD_RANKS] */
-    float *records;     /* [row, piece, CSA_RECORD_FLOATS] */
+    int block_shift;                       /* regions of a block */
+    bool mapped, kv_aligned, query_aligned; /* the latter two: to 16 bytes */
+    int part, parts;                       /* units of one, and of the longest row how many; whole rows: 0 */
+    csa_record *records;                   /* [row, part] */
 };
 
+namespace
+{
+
+enum {
+    HEADS = CSA_MAX_HEADS,
+    SIZE = CSA_HEAD_SIZE,
+    UNIT = 8,                 /* regions */
+    UNITS = CSA_PIECE / UNIT, /* of a piece */
+    TILES = SIZE / 8          /* products of 8 values */
+};
+
+/* Keys or values of a region in shared memory: [chunk][token][16 bytes at a place that depends on the token], as
+ * the hardware swizzles boxes of 8 rows. */
 template <bool FP8> struct layout {
-    static constexpr int ROW = FP8 ? CSA_KV_SIZE : 2 * CSA_KV_SIZE; /* bytes of a cache row */
-    static constexpr int PITCH = ROW + 16;
-    static constexpr int STAGE = ROWS * PITCH;
-};
+    static constexpr int HALF_ROW = FP8 ? SIZE : 2 * SIZE; /* bytes of a token's keys or values */
+    static constexpr int CHUNK = FP8 ? 64 : 128;           /* bytes of a token in a row of a box */
+    static constexpr int CHUNKS = HALF_ROW / CHUNK;
+    static constexpr int REGION = CSA_REGION * HALF_ROW;
 
-/* What a block leaves for its cluster, in a stage that has been used. */
-struct part_result {
-    float m[HEADS], l[HEADS];
-    float o[HEADS][SIZE];
-};
+    /* Where 16 bytes of a token are within a region. */
+    __device__ static constexpr int place(int token, int piece)
+    {
+        constexpr int PIECES = CHUNK / 16;
+        int turned = piece % PIECES ^ (FP8 ? token >> 1 & 3 : token);
+        return piece / PIECES * CSA_REGION * CHUNK + token * CHUNK + turned * 16;
+    }
 
-/* A partial result as lanes hold it: heads g and g + 8, TILES products. */
-struct partial {
-    float m[2], l[2];
-    float o[TILES][4];
+    /* The token that stands in a column of a product of keys, and in that row of one of values, so that loads do
+     * not conflict: a lane's own two, columns 2t and 2t + 1, are t and t + 4 or (e4m3) themselves. */
+    __device__ static constexpr int token(int column)
+    {
+        return FP8 ? column : (column & 1) << 2 | column >> 1;
+    }
 };
 
 /* Over the four lanes that share heads g and g + 8. */
@@ -77,89 +85,7 @@ __device__ __forceinline__ float lanes_sum(float x)
     return x + __shfl_xor_sync(~0U, x, 2);
 }
 
-/* ---- Joining ------------------------------------------------------------------------------------ */
-
-/* Factors of two partial results when they join; m and l become those of the whole. */
-__device__ __forceinline__ void join_factors(float &m, float &l, float other_m, float other_l, float &own,
-                                             float &other)
-{
-    float most = fmaxf(m, other_m), base = most == -INFINITY ? 0.0F : most;
-    own = exp2_fast(m - base);
-    other = exp2_fast(other_m - base);
-    l = fmaf(other_l, other, l * own);
-    m = most;
-}
-
-__device__ __forceinline__ void join(partial &a, const partial &b)
-{
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float own, other;
-        join_factors(a.m[half], a.l[half], b.m[half], b.l[half], own, other);
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-            for (int i = 2 * half; i < 2 * half + 2; i++)
-                a.o[tile][i] = fmaf(b.o[tile][i], other, a.o[tile][i] * own);
-    }
-}
-
-/* ---- Loading ------------------------------------------------------------------------------------ */
-
-/* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
-__device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region,
-                                  int64_t position)
-{
-    int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
-    if (region < 0 || last < 0)
-        return 0;
-    int block = p.map.entry(blocks, region >> p.block_shift);
-    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1),
-             seen = (uint32_t)min(last, (int64_t)CSA_REGION - 1) + 1;
-    return !p.map.valid(block) ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
-}
-
-/* Copies a region's cache rows, those past the first `seen` as zeros; any strides. */
-template <bool FP8>
-__device__ __noinline__ void load_region_slowly(unsigned char *to, const uint8_t *from, int64_t row_bytes,
-                                                bool aligned, int seen)
-{
-    constexpr int CHUNKS = layout<FP8>::ROW / 16, PITCH = layout<FP8>::PITCH;
-    for (int i = threadIdx.x % 32; i < CSA_REGION * CHUNKS; i += 32) {
-        int row = i / CHUNKS, chunk = i % CHUNKS;
-        *(uint4 *)(to + row * PITCH + chunk * 16) = row >= seen ? make_uint4(0, 0, 0, 0)
-                                                    : aligned
-                                                        ? load_16<true>(from + row * row_bytes + chunk * 16)
-                                                        : load_16<false>(from + row * row_bytes + chunk * 16);
-    }
-}
-
-/* Copies a warp's two regions of a unit into a stage. */
-template <bool FP8>
-__device__ void load_unit(const attend_params &p, unsigned char *stage, const uint32_t *entries,
-                          const uint8_t *group_kv)
-{
-    constexpr int ROW = layout<FP8>::ROW, PITCH = layout<FP8>::PITCH, COPIES = CSA_REGION * ROW / 512;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int r = 2 * warp; r < 2 * warp + 2; r++) {
-        uint32_t entry = entries[r], physical = entry >> 4;
-        const uint8_t *from = group_kv + (physical >> p.block_shift) * p.block_step +
-                              (physical & ((1U << p.block_shift) - 1)) * CSA_REGION * p.row_step;
-        unsigned char *region = stage + r * CSA_REGION * PITCH;
-        if ((entry & 15) != CSA_REGION || !p.kv_packed) {
-            load_region_slowly<FP8>(region, from, p.row_step, p.kv_aligned, (int)(entry & 15));
-            continue;
-        }
-        uint32_t to = shared_address(region) + (uint32_t)lane * 16;
-#pragma unroll
-        for (int i = 0; i < COPIES;
-             i++) { /* the region is contiguous; in shared memory a row ends with a gap */
-            int row = (i * 512 + lane * 16) / ROW;
-            copy_16(to + (uint32_t)(i * 512 + row * (PITCH - ROW)), from + lane * 16 + i * 512);
-        }
-    }
-}
+/* ---- Queries ------------------------------------------------------------------------------------ */
 
 /* Queries as the product's rows want them, per step of the inner index and lane: {head g low, head g + 8 low, g
  * high, g + 8 high}, in shared memory; and the factors of the logits. */
@@ -213,172 +139,247 @@ template <bool FP8> struct queries {
     }
 };
 
-template <bool FP8, int BLOCKS> struct shared_state {
-    __align__(16) unsigned char stage[2][layout<FP8>::STAGE];
-    queries<FP8> query;
-    __align__(16) uint16_t weights[HEADS][WEIGHT_PITCH];
-    float warp_max[WARPS][HEADS], warp_sum[WARPS][HEADS];
-    uint32_t entries[MAX_PIECES * CSA_PIECE / BLOCKS]; /* this block's, units in the order they are worked on */
-    bool last;
+/* ---- Copies ------------------------------------------------------------------------------------- */
+
+/* A unit's keys and values, each copied as soon as those of the unit before are no longer read. */
+template <bool FP8> struct unit_buffer {
+    __align__(1024) unsigned char half[2][UNIT * layout<FP8>::REGION];
 };
 
-/* ---- A unit ------------------------------------------------------------------------------------- */
+enum { KEYS = 0, VALUES = 1 };
 
-/* Logits of a warp's two regions, in base 2: region, {head g: tokens t, t + 4; head g + 8: the same}. */
-template <bool FP8>
-__device__ void find_logits(const unsigned char *stage, const uint32_t *entries, const queries<FP8> &q,
-                            float (&logits)[2][4])
+/* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
+__device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region,
+                                  int64_t position)
 {
-    constexpr int PITCH = layout<FP8>::PITCH;
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-    int token = (g & 1) << 2 | g >> 1; /* of column g: neighbours lie four rows apart, in other banks */
-    float sums[2][2][4] = {};
-    const unsigned char *keys = stage + (2 * warp * CSA_REGION + token) * PITCH + 16 * t;
+    int64_t last = position - region * CSA_REGION; /* the last seen token's offset */
+    if (region < 0 || last < 0)
+        return 0;
+    int block = p.map.entry(blocks, region >> p.block_shift);
+    uint32_t within = (uint32_t)region & ((1U << p.block_shift) - 1),
+             seen = (uint32_t)min(last, (int64_t)CSA_REGION - 1) + 1;
+    return !p.map.valid(block) ? 0 : (((uint32_t)block << p.block_shift | within) << 4) + seen;
+}
+
+/* All threads copy keys or values, those past an entry's seen tokens as zeros: any strides, any address. */
+template <bool FP8, int WARPS>
+__device__ __noinline__ void copy_half_plainly(const attend_params &p, unsigned char *to, const uint32_t *entries,
+                                               uint32_t group, int half)
+{
+    constexpr int PIECES = layout<FP8>::HALF_ROW / 16;
+    const uint8_t *group_kv = p.kv + group * p.group_step + half * layout<FP8>::HALF_ROW;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < UNIT * CSA_REGION * PIECES; i += 32 * WARPS) {
+        int row = i / PIECES, piece = i - row * PIECES, token = row % CSA_REGION;
+        uint32_t entry = entries[row / CSA_REGION], physical = entry >> 4;
+        const uint8_t *from = group_kv + (physical >> p.block_shift) * p.block_step + piece * 16 +
+                              ((physical & ((1U << p.block_shift) - 1)) * CSA_REGION + token) * p.row_step;
+        unsigned char *place = to + row / CSA_REGION * layout<FP8>::REGION + layout<FP8>::place(token, piece);
+        if (token >= (int)(entry & 15))
+            *(uint4 *)place = make_uint4(0, 0, 0, 0);
+        else if (p.kv_aligned)
+            copy_16(shared_address(place), from);
+        else
+            *(uint4 *)place = load_16<false>(from);
+    }
+}
+
+/* Starts to copy keys or values of a unit to what nobody reads any more; entries NULL: there is no unit. */
+template <bool FP8, int WARPS>
+__device__ __forceinline__ void copy_half(const attend_params &p, unsigned char *to, uint64_t &arrived,
+                                          const uint32_t *entries, uint32_t group, int half)
+{
+    if (!p.mapped) {
+        if (entries)
+            copy_half_plainly<FP8, WARPS>(p, to, entries, group, half);
+        copies_commit();
+        return;
+    }
+    if (!entries || threadIdx.x >= 32)
+        return;
+    uint32_t lane = threadIdx.x, entry = lane < UNIT ? entries[lane] : 0, physical = entry >> 4;
+    uint32_t regions = __popc(__ballot_sync(~0U, entry != 0));
+    if (lane == 0)
+        barrier_expect(&arrived, regions * layout<FP8>::REGION);
+    __syncwarp();
+    int at[5] = {0, (int)((physical & ((1U << p.block_shift) - 1)) * CSA_REGION), half * layout<FP8>::CHUNKS,
+                 (int)group, (int)(physical >> p.block_shift)};
+    if (entry != 0)
+        copy_box(to + lane * layout<FP8>::REGION, &p.cache, at, &arrived);
+}
+
+/* The keys or values of a block's unit `number` are there for all threads. */
+__device__ __forceinline__ void wait_for_half(const attend_params &p, uint64_t &arrived, int number)
+{
+    if (p.mapped) {
+        barrier_wait(&arrived, number & 1);
+        return;
+    }
+    copies_wait<1>();
+    __syncthreads();
+}
+
+/* Weights of tokens that are not seen are zero, which only counts if their values are finite. */
+template <bool FP8, int WARPS>
+__device__ __noinline__ void clear_unseen_values(unsigned char *values, const uint32_t *entries)
+{
+    constexpr int PIECES = layout<FP8>::REGION / 16, OF_TOKEN = layout<FP8>::CHUNK / 16; /* in a row */
+#pragma unroll 4
+    for (int i = threadIdx.x; i < UNIT * PIECES; i += 32 * WARPS)
+        if (i / OF_TOKEN % CSA_REGION >= (int)(entries[i / PIECES] & 15))
+            *(uint4 *)(values + 16 * i) = make_uint4(0, 0, 0, 0);
+    order_before_copies();
+    __syncthreads();
+}
+
+/* ---- Weights ------------------------------------------------------------------------------------ */
+
+/* Of a unit's tokens, for heads g and g + 8: the largest logit in base 2, the sum of 2^(logit - m), and these as
+ * the rows of the products with values, 16 tokens a step. */
+struct unit_weights {
+    float m[2], l[2];
+    uint4 rows[UNIT / 2];
+};
+
+/* Each warp finds the weights of all tokens, so that none waits for another. full: all tokens are seen. */
+template <bool FP8>
+__device__ __forceinline__ void find_weights(const unsigned char *keys, const uint32_t *entries,
+                                             const queries<FP8> &q, bool full, unit_weights &w)
+{
+    using at = layout<FP8>;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, token = at::token(g);
+    float logits[UNIT][4] = {}; /* head g: columns 2t, 2t + 1; head g + 8: the same */
 #pragma unroll
     for (int i = 0; i < (FP8 ? 3 : 6); i++) {
-        uint4 v[2];
+        uint4 v[UNIT];
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-            v[r] = *(const uint4 *)(keys + r * CSA_REGION * PITCH + 64 * i);
+        for (int r = 0; r < UNIT; r++)
+            v[r] = *(const uint4 *)(keys + r * at::REGION + at::place(token, 4 * i + t));
 #pragma unroll
-        for (int w = 0; w < (FP8 ? 4 : 2); w++) {
-            uint4 a = q.a[(FP8 ? 4 : 2) * i + w][lane];
+        for (int k = 0; k < (FP8 ? 4 : 2); k++) {
+            uint4 a = q.a[(FP8 ? 4 : 2) * i + k][lane];
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
+            for (int r = 0; r < UNIT; r++) {
                 uint32_t words[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
                 if (FP8)
-                    mma_f16(sums[r][w % 2], a, e4m3x2_to_f16x2(words[w]), e4m3x2_to_f16x2(words[w] >> 16));
+                    mma_f16(logits[r], a, e4m3x2_to_f16x2(words[k]), e4m3x2_to_f16x2(words[k] >> 16));
                 else
-                    mma_bf16(sums[r][w], a, words[2 * w % 4], words[(2 * w + 1) % 4]);
+                    mma_bf16(logits[r], a, words[2 * k % 4], words[(2 * k + 1) % 4]);
             }
         }
     }
+    float factor[2] = {q.factor[g], q.factor[g + 8]}, base[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int seen = (int)(entries[2 * warp + r] & 15);
+    for (int r = 0; r < UNIT; r++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            logits[r][i] =
-                t + i % 2 * 4 < seen ? (sums[r][0][i] + sums[r][1][i]) * q.factor[g + i / 2 * 8] : -INFINITY;
+            logits[r][i] *= factor[i / 2];
+    if (!full) {
+#pragma unroll
+        for (int r = 0; r < UNIT; r++) {
+            int seen = (int)(entries[r] & 15);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                logits[r][i] = at::token(2 * t + i % 2) < seen ? logits[r][i] : -INFINITY;
+        }
     }
-}
-
-/* Operand b of the products of a warp's slice over 16 tokens, whose rows start at `rows`.
- *
- * bf16: tile i has values 8i to 8i + 7. e4m3, whose bytes no instruction transposes: tiles 0 to 3 have value
- * 4 * column + tile, tiles 4 and 5 have 32 + 2 * column + (tile - 4); lanes load what they need of two tokens
- * and interleave it. */
-template <bool FP8>
-__device__ __forceinline__ void load_values(const unsigned char *rows, uint32_t (&b)[TILES][2])
-{
-    constexpr int PITCH = layout<FP8>::PITCH;
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-    if (FP8) {
+    w.m[0] = w.m[1] = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < UNIT; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            w.m[i / 2] = fmaxf(w.m[i / 2], logits[r][i]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        w.m[half] = lanes_max(w.m[half]);
+        base[half] = w.m[half] == -INFINITY ? 0.0F : w.m[half];
+        w.l[half] = 0.0F;
+    }
+    uint32_t packed[UNIT][2];
+#pragma unroll
+    for (int r = 0; r < UNIT; r++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const unsigned char *row = rows + (8 * half + 2 * t) * PITCH + SIZE + warp * SLICE;
-            const unsigned char *wide = row + 4 * g, *narrow = row + 32 + 2 * g;
-            uint32_t first = *(const uint32_t *)wide, second = *(const uint32_t *)(wide + PITCH);
-            uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
-            b[0][half] = e4m3x2_to_f16x2(low);
-            b[1][half] = e4m3x2_to_f16x2(low >> 16);
-            b[2][half] = e4m3x2_to_f16x2(high);
-            b[3][half] = e4m3x2_to_f16x2(high >> 16);
-            low = __byte_perm(*(const uint16_t *)narrow, *(const uint16_t *)(narrow + PITCH), 0x5140);
-            b[4][half] = e4m3x2_to_f16x2(low);
-            b[5][half] = e4m3x2_to_f16x2(low >> 16);
+            float first = exp2_fast(logits[r][2 * half] - base[half]),
+                  second = exp2_fast(logits[r][2 * half + 1] - base[half]);
+            w.l[half] += first;
+            w.l[half] += second;
+            packed[r][half] = FP8 ? pack_f16(first, second) : pack_bf16(first, second);
         }
-    } else {
-        uint32_t row =
-            shared_address(rows) + (uint32_t)(lane % 16 * PITCH + 2 * (SIZE + warp * SLICE) + lane / 16 * 16);
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile += 2) {
-            uint32_t m[4];
-            load_transposed_4(m, row + 16 * tile);
-            b[tile][0] = m[0], b[tile][1] = m[1];
-            b[tile + 1][0] = m[2], b[tile + 1][1] = m[3];
-        }
-    }
+    for (int half = 0; half < 2; half++)
+        w.l[half] = lanes_sum(w.l[half]);
+#pragma unroll
+    for (int step = 0; step < UNIT / 2; step++)
+        w.rows[step] = make_uint4(packed[2 * step][0], packed[2 * step][1], packed[2 * step + 1][0],
+                                  packed[2 * step + 1][1]);
 }
 
-/* Which of the slice's values a lane's column i of a tile is. */
+/* ---- Values ------------------------------------------------------------------------------------- */
+
+/* Which tiles a warp has of the 24: in pairs, and in fours as far as they go. */
+template <int WARPS> __device__ __forceinline__ int warp_tile(int i)
+{
+    int warp = threadIdx.x / 32;
+    return WARPS <= 2 ? 12 * warp + i : i < 4 ? 4 * warp + i : 16 + 2 * warp + (i - 4);
+}
+
+/* Which value column 2t + i of a tile is. bf16: values 8 tile + column. e4m3, whose bytes no instruction
+ * transposes: four tiles share 32 values, of which a column has four in a row, one for each tile. */
 template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
 {
-    int t = threadIdx.x % 4;
-    if (!FP8)
-        return 8 * tile + 2 * t + i;
-    return tile < 4 ? 8 * t + 4 * i + tile : 32 + 4 * t + 2 * i + (tile - 4);
+    int column = threadIdx.x % 4 * 2 + i;
+    return FP8 ? tile / 4 * 32 + 4 * column + tile % 4 : 8 * tile + column;
 }
 
-/* Works on a stage that has arrived as far as this thread's copies go. */
-template <bool FP8, int BLOCKS>
-__device__ void attend_unit(shared_state<FP8, BLOCKS> &s, const unsigned char *stage, const uint32_t *entries,
-                            partial &result)
+/* Operand b of the products of tiles `tile` and tile + 1 (tile is even) with 16 tokens, regions r and r + 1. */
+template <bool FP8>
+__device__ __forceinline__ void load_values(const unsigned char *values, int r, int tile, uint32_t (&b)[2][2])
 {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-    float logits[2][4], most[2], base[2], sum[2];
-    __syncwarp();
-    find_logits<FP8>(stage, entries, s.query, logits);
+    using at = layout<FP8>;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (FP8) {
+        int byte = tile / 4 * 32 + 4 * g, piece = byte / 16;
+        uint32_t select = tile % 4 ? 0x7362 : 0x5140; /* the upper or the lower bytes of each */
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float x = fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]),
-                        fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
-        x = lanes_max(x);
-        if (t == 0)
-            s.warp_max[warp][g + 8 * half] = x;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        most[half] = s.warp_max[0][g + 8 * half];
-#pragma unroll
-        for (int w = 1; w < WARPS; w++)
-            most[half] = fmaxf(most[half], s.warp_max[w][g + 8 * half]);
-        base[half] = most[half] == -INFINITY ? 0.0F : most[half];
-        sum[half] = 0.0F;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float weight = exp2_fast(logits[r][i] - base[i / 2]);
-            sum[i / 2] += weight;
-            uint32_t code = FP8 ? pack_f16(weight, 0.0F) : pack_bf16(weight, 0.0F);
-            s.weights[g + i / 2 * 8][(2 * warp + r) * CSA_REGION + t + i % 2 * 4] = (uint16_t)code;
+        for (int half = 0; half < 2; half++) {
+            const unsigned char *region = values + (r + half) * at::REGION + byte % 16;
+            uint32_t first = *(const uint32_t *)(region + at::place(at::token(2 * t), piece)),
+                     second = *(const uint32_t *)(region + at::place(at::token(2 * t + 1), piece));
+            uint32_t pairs = __byte_perm(first, second, select);
+            b[0][half] = e4m3x2_to_f16x2(pairs);
+            b[1][half] = e4m3x2_to_f16x2(pairs >> 16);
         }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float x = lanes_sum(sum[half]);
-        if (t == 0)
-            s.warp_sum[warp][g + 8 * half] = x;
+    } else {
+        int matrix = lane / 8;
+        uint32_t m[4];
+        load_transposed_4(m, shared_address(values + (r + matrix % 2) * at::REGION +
+                                            at::place(at::token(lane % 8), tile + matrix / 2)));
+        b[0][0] = m[0], b[0][1] = m[1];
+        b[1][0] = m[2], b[1][1] = m[3];
     }
-    __syncthreads();
+}
+
+/* Weights times values of a unit for each of a warp's tiles, which `take` gets: its number and 4 sums. */
+template <bool FP8, int WARPS, typename Take>
+__device__ __forceinline__ void weigh_values(const unsigned char *values, const unit_weights &w, Take take)
+{
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int head = g + 8 * half;
-        result.m[half] = most[half];
-        result.l[half] =
-            ((s.warp_sum[0][head] + s.warp_sum[1][head]) + s.warp_sum[2][head]) + s.warp_sum[3][head];
-    }
+    for (int pair = 0; pair < TILES / WARPS; pair += 2) {
+        float sums[2][4] = {};
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++)
+        for (int step = 0; step < UNIT / 2; step++) {
+            uint32_t b[2][2];
+            load_values<FP8>(values, 2 * step, warp_tile<WARPS>(pair), b);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            result.o[tile][i] = 0.0F;
-#pragma unroll
-    for (int step = 0; step < ROWS / 16; step++) {
-        uint32_t words[4], b[TILES][2];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            words[i] = *(const uint32_t *)&s.weights[g + i % 2 * 8][16 * step + i / 2 * 8 + 2 * t];
-        uint4 a = make_uint4(words[0], words[1], words[2], words[3]);
-        load_values<FP8>(stage + 16 * step * layout<FP8>::PITCH, b);
-#pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-            if (FP8)
-                mma_f16(result.o[tile], a, b[tile][0], b[tile][1]);
-            else
-                mma_bf16(result.o[tile], a, b[tile][0], b[tile][1]);
+            for (int i = 0; i < 2; i++)
+                if (FP8)
+                    mma_f16(sums[i], w.rows[step], b[i][0], b[i][1]);
+                else
+                    mma_bf16(sums[i], w.rows[step], b[i][0], b[i][1]);
+        }
+        take(pair, sums[0]);
+        take(pair + 1, sums[1]);
     }
 }
 

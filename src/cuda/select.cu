@@ -14,10 +14,10 @@ namespace
 
 enum {
     MAX_REGIONS = INT32_MAX - 65536, /* indices of what is read past a row's end stay ints */
-    SHORT = 32768,                   /* regions of rows that take the smaller blocks */
-    SHORT_THREADS = 512,
+    SHORT_THREADS = 256, /* of blocks for rows whose regions they can hold */
     LONG_THREADS = 1024
 };
+static_assert(LONG_THREADS * CHOICE_KEYS == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK, "plan.h");
 
 struct select_params {
     view scores, peaks, current, selected; /* of rows; peaks absent: not known */
@@ -25,8 +25,6 @@ struct select_params {
     uint32_t first, groups;
     bool from_tokens, aligned;
     int regions, width; /* of the scores; most historical regions of a row */
-    uint32_t *counters; /* a step: of the parts of so many rows, cleared */
-    uint32_t split_rows;
 };
 
 template <int THREADS>
@@ -42,8 +40,6 @@ __global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constan
     } else {
         region = *(const int64_t *)p.current.at(row);
     }
-    if (row < p.split_rows && threadIdx.x < CSA_RECORD_RANKS)
-        p.counters[row * CSA_RECORD_RANKS + threadIdx.x] = 0;
     row_scores scores = {(const float *)p.scores.at(row), p.peaks ? (const float *)p.peaks.at(row) : nullptr,
                          (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1), p.aligned};
     choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row));
@@ -65,7 +61,7 @@ csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_ten
 csa_status queue_select(const select_params &p, int64_t rows, bool overlap, void *stream)
 {
     csa_launch l;
-    bool is_short = p.regions <= SHORT;
+    bool is_short = p.regions <= SHORT_THREADS * CHOICE_KEYS;
     l.grid = dim3((unsigned)rows);
     l.block = dim3(is_short ? SHORT_THREADS : LONG_THREADS);
     l.shared = is_short ? sizeof(choice_scratch<SHORT_THREADS>) : sizeof(choice_scratch<LONG_THREADS>);
@@ -95,8 +91,7 @@ csa_status csa_cuda_select(const csa_context *, const csa_select_args *args)
 }
 
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
-                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks,
-                                uint32_t *counters, int64_t split_rows)
+                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks)
 {
     select_params p = {};
     csa_status status = fill_params(p, args->scores, args->selected);
@@ -107,7 +102,5 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     p.first = (uint32_t)span.first;
     p.groups = (uint32_t)(args->scores.shape[0] / span.count);
     p.from_tokens = true;
-    p.counters = counters;
-    p.split_rows = (uint32_t)split_rows;
     return queue_select(p, args->scores.shape[0], span.overlap && !context->portable, args->stream);
 }

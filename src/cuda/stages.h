@@ -48,13 +48,12 @@ struct csa_span {
 csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
                                int64_t width, const csa_tensor *peaks);
 
-/* Selection in a step: current regions follow from the tokens; clears the counters of so many rows' parts. */
+/* Selection in a step: current regions follow from the tokens. */
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
-                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks,
-                                uint32_t *counters, int64_t split_rows);
+                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks);
 
-/* Attention in a step: behind select, with room for the parts of so many rows. scratch NULL: alone. */
+/* Attention in a step: behind select, with room for so many records of parts of rows. */
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
-                                const csa_chunk_arrays *scratch, int64_t split_rows);
+                                void *records, int64_t room);
 
 #endif

@@ -20,7 +20,6 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
     int64_t groups = a->query.shape[1], first_row = chunk->first * groups, rows = chunk->count * groups;
     csa_span span = {chunk->first, chunk->count, chunk->shape->tokens * groups <= OVERLAP_ROWS};
     csa_rows rows_out = csa_slice_rows(a->rows_out, first_row, rows);
-    int64_t split_rows = csa_split_rows(chunk->shape);
     csa_score_args score = {};
     score.tokens = a->tokens;
     score.cache = a->cache;
@@ -48,16 +47,18 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
     attend.lse = csa_slice(a->lse, span.first, span.count);
     attend.scale = a->scale;
     attend.stream = a->stream;
-    csa_tensor peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
+    csa_tensor peaks = {};
+    if (csa_peak_stride(chunk->shape) > 0)
+        peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
     csa_span behind_score = span;
     /* Select reads the tokens before it waits: without a kernel of score, what is ahead may be writing them. */
     behind_score.overlap = span.overlap && (a->rows_out || chunk->regions > a->topk);
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1, &peaks);
     if (status == CSA_OK)
-        status = csa_cuda_select_span(context, &select, a->tokens, behind_score, &peaks,
-                                      chunk->scratch.counters, split_rows);
+        status = csa_cuda_select_span(context, &select, a->tokens, behind_score, &peaks);
     if (status == CSA_OK)
-        status = csa_cuda_attend_span(context, &attend, span, &chunk->scratch, split_rows);
+        status = csa_cuda_attend_span(context, &attend, span, chunk->scratch.records,
+                                      csa_record_count(chunk->shape));
     return status;
 }
 

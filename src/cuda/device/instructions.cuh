@@ -128,6 +128,81 @@ template <int pending> static __device__ __forceinline__ void copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+/* ---- Bulk copies of tensors, and the barriers they report to ------------------------------------ */
+
+/*
+ * A barrier's phase ends when `arrivals` threads have arrived and all bytes that were announced are there;
+ * waiting for phase 0, 1, 0 and so on. Only where CSA_SM90 says so: elsewhere these do nothing, and nobody may
+ * rely on them.
+ */
+static __device__ __forceinline__ void barrier_init(uint64_t *barrier, uint32_t arrivals)
+{
+#if CSA_SM90
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+                 : "memory");
+#endif
+}
+
+/* Makes barriers that this thread initialised known to copies. */
+static __device__ __forceinline__ void barriers_publish()
+{
+#if CSA_SM90
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+/* Arrives, and announces so many bytes. */
+static __device__ __forceinline__ void barrier_expect(uint64_t *barrier, uint32_t bytes)
+{
+#if CSA_SM90
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void barrier_wait(uint64_t *barrier, uint32_t phase)
+{
+#if CSA_SM90
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{\n\t.reg .pred p;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(done)
+                     : "r"(shared_address(barrier)), "r"(phase)
+                     : "memory");
+#endif
+}
+
+/* Copies the box of a map that starts at `at`; its bytes are reported to the barrier. */
+static __device__ __forceinline__ void copy_box(void *to, const void *map, const int (&at)[5],
+                                                uint64_t *barrier)
+{
+#if CSA_SM90
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
+                 "{%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+                 "r"(shared_address(barrier))
+                 : "memory");
+#endif
+}
+
+/* Asks for a map's description, which a copy needs first. */
+static __device__ __forceinline__ void fetch_map(const void *map)
+{
+#if CSA_SM90
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
+/* What this thread wrote to shared memory comes before what copies put there afterwards. */
+static __device__ __forceinline__ void order_before_copies()
+{
+#if CSA_SM90
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 /* ---- Launches that overlap ---------------------------------------------------------------------- */
 
 /* What the kernel ahead in the stream wrote may be read from here on. */
@@ -195,17 +270,23 @@ template <int blocks> static __device__ __forceinline__ uint32_t cluster_address
     return address;
 }
 
-template <int blocks> static __device__ __forceinline__ uint32_t cluster_load(uint32_t address)
+template <int blocks> static __device__ __forceinline__ float4 cluster_load(uint32_t address)
 {
-    uint32_t value;
+    float4 v;
 #if CSA_SM90
     if (blocks > 1) {
-        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-        return value;
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(address)
+                     : "memory");
+        return v;
     }
 #endif
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
 }
 
 #endif
