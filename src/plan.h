@@ -45,11 +45,11 @@ enum {
 int64_t csa_peak_stride(const csa_step_shape *shape);
 
 /*
- * Parts of rows on cuda. A row's list is cut into units and these into pieces; with few rows, each unit or piece
- * leaves a record of its maxima, sums and values, which are joined afterwards.
+ * Parts of rows on cuda. A row's list is cut into units and these into pieces; with few rows, each unit or
+ * piece leaves a record of its maxima, sums and values, which are joined afterwards.
  */
 enum {
-    CSA_PIECE = 64,      /* list entries */
+    CSA_PIECE = 64,     /* list entries */
     CSA_RECORDS = 1280, /* at most */
     CSA_RECORD_BYTES = 4 * CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2)
 };

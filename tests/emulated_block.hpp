@@ -35,6 +35,10 @@ static inline uint2 make_uint2(uint32_t x, uint32_t y)
 {
     return {x, y};
 }
+static inline float4 make_float4(float x, float y, float z, float w)
+{
+    return {x, y, z, w};
+}
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w)
 {
     return {x, y, z, w};
@@ -160,6 +164,12 @@ static inline uint32_t __float_as_uint(float x)
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
+}
+static inline float __uint_as_float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 #endif

@@ -111,7 +111,7 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
     row_scores row = {scores.data(), with_peaks ? peaks.data() : nullptr, count, aligned};
     choice_scratch<THREADS> &s = *scratch;
     int64_t *to = columns.data();
-    run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to); });
+    run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
     if (columns == expect(scores, width))
         return true;
     printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads\n", count, width, sort,

@@ -7,8 +7,9 @@
  * weighted by it.
  *
  * A warp finds the logits and the weights of a whole unit, for 16 heads (the product's rows, padded), and then
- * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the
- * warps of a block only meet when keys or values have been used and the next ones may be copied over them.
+ * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the two
+ * warps of a block only meet when keys or values have been used and the next ones may be copied over them. Where
+ * rows are few, four warps share the unit's logits, too.
  *
  * A block takes a part of a row, a unit (few rows) or a piece, and leaves a record in the workspace, which
  * attend_join.cu's kernel joins; or, where there are many rows or no workspace, a whole row.
@@ -30,9 +31,10 @@
 namespace
 {
 
-template <bool FP8> struct shared_state {
+template <bool FP8, int WARPS> struct shared_state {
     unit_buffer<FP8> buffer;
     queries<FP8> query;
+    weight_exchange<WARPS> exchange;
     uint32_t entries[2 * CSA_PIECE]; /* of the piece that is worked on, and the next */
     uint64_t arrived[2];
 };
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
 {
     constexpr int N = TILES / WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
-    shared_state<FP8> &s = *(shared_state<FP8> *)shared;
+    shared_state<FP8, WARPS> &s = *(shared_state<FP8, WARPS> *)shared;
     start_kernel_behind();
     if (p.mapped && threadIdx.x == 0) {
         fetch_map(&p.cache);
@@ -95,8 +97,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         float its[2], other[2];
         unit_weights w;
         wait_for_half(p, s.arrived[KEYS], done);
-        find_weights<FP8>(s.buffer.half[KEYS], own, s.query, full, w);
-        __syncthreads(); /* the keys have been used */
+        find_weights<FP8, WARPS>(s.exchange, s.buffer.half[KEYS], own, s.query, full, w);
         copy(KEYS, next);
         wait_for_half(p, s.arrived[VALUES], done);
         if (!full && p.mapped)
@@ -131,7 +132,7 @@ struct variant {
 
 template <bool FP8, int WARPS, bool WHOLE> variant make_variant()
 {
-    return {attend_kernel<FP8, WARPS, WHOLE>, 32 * WARPS, sizeof(shared_state<FP8>)};
+    return {attend_kernel<FP8, WARPS, WHOLE>, 32 * WARPS, sizeof(shared_state<FP8, WARPS>)};
 }
 
 /* Kernels for parts, by two or four warps, and for whole rows. */
@@ -172,14 +173,26 @@ bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
         step[i] = size[i + 1] > 1 ? step[i] : 16; /* of an extent of 1, any */
     cuuint32_t box[] = {elements, CSA_REGION, chunks / 2, 1, 1}, each[] = {1, 1, 1, 1, 1};
     return encode && csa_aligned(&kv) &&
-           encode(&map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, kv.data, size,
-                  step, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  fp8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+           encode(&map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, kv.data,
+                  size, step, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  fp8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Shared memory of which two blocks do not fit a multiprocessor. */
-enum { HALF_SHARED = 116 * 1024 };
+/* Dynamic shared memory at most, of which two blocks fit a multiprocessor. */
+enum {
+    MULTIPROCESSOR_SHARED = 228 * 1024,
+    BLOCK_OVERHEAD = 1024,
+    MOST_SHARED = MULTIPROCESSOR_SHARED / 2 - BLOCK_OVERHEAD
+};
+
+/* Shared memory with which blocks that start early cannot crowd the multiprocessors that are free first. */
+size_t spreading_shared(const csa_context *context, size_t needed, int64_t blocks)
+{
+    int64_t each = (blocks + context->multiprocessors - 1) / context->multiprocessors;
+    size_t share = (size_t)(MULTIPROCESSOR_SHARED / max(each, (int64_t)2) - BLOCK_OVERHEAD);
+    return needed > share ? needed : share;
+}
 
 /* Cuts rows: by units where these are all worked on at a time, else by pieces, as far as there is room. */
 csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t room,
@@ -201,9 +214,7 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
     csa_launch l;
     l.grid = dim3((unsigned)rows, (unsigned)max(p.parts, 1));
     l.block = dim3(v.threads);
-    l.shared = v.shared;
-    if (kernel == PARTS_BY_4 && 4 * rows * units <= at_once && !context->portable)
-        l.shared = HALF_SHARED; /* while score still runs, they would crowd the same few */
+    l.shared = context->portable ? v.shared : spreading_shared(context, v.shared, rows * max(p.parts, 1));
     l.stream = stream;
     l.overlap = overlap && !context->portable;
     csa_status status = csa_queue("attend", v.run, l, p);
@@ -217,7 +228,7 @@ csa_status csa_cuda_load_attend(void)
     csa_status status = csa_cuda_load_join();
     for (int i = 0; i < 2 * KERNELS && status == CSA_OK; i++) {
         variant v = i < KERNELS ? find_variant<false>(i) : find_variant<true>(i - KERNELS);
-        status = csa_load("attend", v.run, i % KERNELS == PARTS_BY_4 ? (size_t)HALF_SHARED : v.shared);
+        status = csa_load("attend", v.run, MOST_SHARED);
     }
     return status;
 }

@@ -14,8 +14,8 @@ namespace
 {
 
 enum {
-    PIECE_TILES = 8,  /* of a block that joins pieces */
-    UNIT_WARPS = 16,  /* of a block that joins units */
+    PIECE_TILES = 8, /* of a block that joins pieces */
+    UNIT_WARPS = 16, /* of a block that joins units, at most */
     MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
 };
 
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(32 * PIECE_TILES) join_pieces_kernel(const __g
     partial<1> result;
     wait_for_kernel_ahead();
     join_records(p.records + (int64_t)at.row * p.parts, (at.units + UNITS - 1) / UNITS, tile, false, result);
-    write_row<FP8>(p, at, f, result, [&](int) { return tile; }, tile == 0);
+    write_row<FP8>(
+        p, at, f, result, [&](int) { return tile; }, tile == 0);
 }
 
 template <bool FP8>
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(32 * UNIT_WARPS) join_units_kernel(const __gri
     partial<1> result;
     wait_for_kernel_ahead();
 #pragma unroll 1
-    for (int piece = threadIdx.x / 32; piece < pieces; piece += UNIT_WARPS) {
+    for (int piece = threadIdx.x / 32; piece < pieces; piece += (int)blockDim.x / 32) {
         join_records(p.records + (int64_t)at.row * p.parts + piece * UNITS,
                      min(at.units - piece * UNITS, (int)UNITS), tile, true, result);
         left[piece][lane] = result;
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(32 * UNIT_WARPS) join_units_kernel(const __gri
             result = left[0][lane];
         else
             result.join(left[piece][lane]);
-    write_row<FP8>(p, at, f, result, [&](int) { return tile; }, tile == 0);
+    write_row<FP8>(
+        p, at, f, result, [&](int) { return tile; }, tile == 0);
 }
 
 using kernel = void (*)(attend_params);
@@ -107,7 +109,7 @@ csa_status csa_cuda_join(const csa_context *context, const attend_params &p, boo
     bool units = p.part == 1;
     csa_launch l;
     l.grid = dim3((unsigned)rows, units ? TILES : TILES / PIECE_TILES);
-    l.block = dim3(32 * (units ? UNIT_WARPS : PIECE_TILES));
+    l.block = dim3(32 * (units ? min((p.parts + UNITS - 1) / UNITS, (int)UNIT_WARPS) : PIECE_TILES));
     l.stream = stream;
     l.overlap = !context->portable;
     return csa_queue("attend: joining", find_kernel(units, fp8), l, p);

@@ -100,7 +100,8 @@ struct finish {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t head = threadIdx.x % 32 / 4 + 8 * half;
-            gate[half] = p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(at.token, at.group) + head) : 0;
+            gate[half] =
+                p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(at.token, at.group) + head) : 0;
         }
     }
 };
@@ -124,14 +125,14 @@ __device__ __forceinline__ void write_row(const attend_params &p, const row_exte
         for (int i = 0; i < N; i++)
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                float value = __uint_as_float(pack_bf16(0.0F, result.o[i][2 * half + k] * factor)); /* rounded */
+                float value =
+                    __uint_as_float(pack_bf16(0.0F, result.o[i][2 * half + k] * factor)); /* rounded */
                 if (p.gate)
                     value = __uint_as_float(pack_bf16(0.0F, value * gate));
                 out[value_of<FP8>(tile_of(i), k)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
             }
         if (p.lse && lse && threadIdx.x % 4 == 0)
-            *((float *)p.lse.at(at.token, at.group) + head) =
-                empty ? -INFINITY : (m + log2f(l)) * 0.693147181F;
+            *((float *)p.lse.at(at.token, at.group) + head) = empty ? -INFINITY : (m + log2f(l)) * 0.693147181F;
     }
 }
 

@@ -31,10 +31,10 @@ struct attend_params {
     const float *k_scale, *v_scale; /* NULL: 1 */
     uint32_t first, groups, heads, columns;
     float scale;
-    int block_shift;                       /* regions of a block */
+    int block_shift;                        /* regions of a block */
     bool mapped, kv_aligned, query_aligned; /* the latter two: to 16 bytes */
-    int part, parts;                       /* units of one, and of the longest row how many; whole rows: 0 */
-    csa_record *records;                   /* [row, part] */
+    int part, parts;                        /* units of one, and of the longest row how many; whole rows: 0 */
+    csa_record *records;                    /* [row, part] */
 };
 
 namespace
@@ -48,8 +48,8 @@ enum {
     TILES = SIZE / 8          /* products of 8 values */
 };
 
-/* Keys or values of a region in shared memory: [chunk][token][16 bytes at a place that depends on the token], as
- * the hardware swizzles boxes of 8 rows. */
+/* Keys or values of a region in shared memory: [chunk][token][16 bytes at a place that depends on the token],
+ * as the hardware swizzles boxes of 8 rows. */
 template <bool FP8> struct layout {
     static constexpr int HALF_ROW = FP8 ? SIZE : 2 * SIZE; /* bytes of a token's keys or values */
     static constexpr int CHUNK = FP8 ? 64 : 128;           /* bytes of a token in a row of a box */
@@ -64,8 +64,8 @@ template <bool FP8> struct layout {
         return piece / PIECES * CSA_REGION * CHUNK + token * CHUNK + turned * 16;
     }
 
-    /* The token that stands in a column of a product of keys, and in that row of one of values, so that loads do
-     * not conflict: a lane's own two, columns 2t and 2t + 1, are t and t + 4 or (e4m3) themselves. */
+    /* The token that stands in a column of a product of keys, and in that row of one of values, so that loads
+     * do not conflict: a lane's own two, columns 2t and 2t + 1, are t and t + 4 or (e4m3) themselves. */
     __device__ static constexpr int token(int column)
     {
         return FP8 ? column : (column & 1) << 2 | column >> 1;
@@ -163,8 +163,8 @@ __device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks,
 
 /* All threads copy keys or values, those past an entry's seen tokens as zeros: any strides, any address. */
 template <bool FP8, int WARPS>
-__device__ __noinline__ void copy_half_plainly(const attend_params &p, unsigned char *to, const uint32_t *entries,
-                                               uint32_t group, int half)
+__device__ __noinline__ void copy_half_plainly(const attend_params &p, unsigned char *to,
+                                               const uint32_t *entries, uint32_t group, int half)
 {
     constexpr int PIECES = layout<FP8>::HALF_ROW / 16;
     const uint8_t *group_kv = p.kv + group * p.group_step + half * layout<FP8>::HALF_ROW;
@@ -241,25 +241,28 @@ struct unit_weights {
     uint4 rows[UNIT / 2];
 };
 
-/* Each warp finds the weights of all tokens, so that none waits for another. full: all tokens are seen. */
-template <bool FP8>
-__device__ __forceinline__ void find_weights(const unsigned char *keys, const uint32_t *entries,
-                                             const queries<FP8> &q, bool full, unit_weights &w)
+/* Logits in base 2 of regions whose keys and entries these are; head g: columns 2t, 2t + 1; head g + 8: the same.
+ * full: all tokens are seen. */
+template <bool FP8, int REGIONS>
+__device__ __forceinline__ void find_logits(const unsigned char *keys, const uint32_t *entries,
+                                            const queries<FP8> &q, bool full, float (&logits)[REGIONS][4])
 {
     using at = layout<FP8>;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, token = at::token(g);
-    float logits[UNIT][4] = {}; /* head g: columns 2t, 2t + 1; head g + 8: the same */
+#pragma unroll
+    for (int r = 0; r < REGIONS; r++)
+        logits[r][0] = logits[r][1] = logits[r][2] = logits[r][3] = 0.0F;
 #pragma unroll
     for (int i = 0; i < (FP8 ? 3 : 6); i++) {
-        uint4 v[UNIT];
+        uint4 v[REGIONS];
 #pragma unroll
-        for (int r = 0; r < UNIT; r++)
+        for (int r = 0; r < REGIONS; r++)
             v[r] = *(const uint4 *)(keys + r * at::REGION + at::place(token, 4 * i + t));
 #pragma unroll
         for (int k = 0; k < (FP8 ? 4 : 2); k++) {
             uint4 a = q.a[(FP8 ? 4 : 2) * i + k][lane];
 #pragma unroll
-            for (int r = 0; r < UNIT; r++) {
+            for (int r = 0; r < REGIONS; r++) {
                 uint32_t words[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
                 if (FP8)
                     mma_f16(logits[r], a, e4m3x2_to_f16x2(words[k]), e4m3x2_to_f16x2(words[k] >> 16));
@@ -268,51 +271,106 @@ __device__ __forceinline__ void find_weights(const unsigned char *keys, const ui
             }
         }
     }
-    float factor[2] = {q.factor[g], q.factor[g + 8]}, base[2];
+    float factor[2] = {q.factor[g], q.factor[g + 8]};
 #pragma unroll
-    for (int r = 0; r < UNIT; r++)
+    for (int r = 0; r < REGIONS; r++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
             logits[r][i] *= factor[i / 2];
-    if (!full) {
+    if (full)
+        return;
 #pragma unroll
-        for (int r = 0; r < UNIT; r++) {
-            int seen = (int)(entries[r] & 15);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                logits[r][i] = at::token(2 * t + i % 2) < seen ? logits[r][i] : -INFINITY;
-        }
-    }
-    w.m[0] = w.m[1] = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < UNIT; r++)
+    for (int r = 0; r < REGIONS; r++) {
+        int seen = (int)(entries[r] & 15);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            w.m[i / 2] = fmaxf(w.m[i / 2], logits[r][i]);
+            logits[r][i] = at::token(2 * t + i % 2) < seen ? logits[r][i] : -INFINITY;
+    }
+}
+
+/* The largest logits of two heads, over the lanes that share them. */
+template <int REGIONS>
+__device__ __forceinline__ void find_largest(const float (&logits)[REGIONS][4], float (&m)[2])
+{
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        w.m[half] = lanes_max(w.m[half]);
-        base[half] = w.m[half] == -INFINITY ? 0.0F : w.m[half];
-        w.l[half] = 0.0F;
+        m[half] = -INFINITY;
+#pragma unroll
+        for (int r = 0; r < REGIONS; r++)
+            m[half] = fmaxf(m[half], fmaxf(logits[r][2 * half], logits[r][2 * half + 1]));
+        m[half] = lanes_max(m[half]);
     }
-    uint32_t packed[UNIT][2];
+}
+
+/* Weights of two regions, a row of the products, and the lane's sums of them. */
+template <bool FP8>
+__device__ __forceinline__ uint4 weigh_pair(const float (&first)[4], const float (&second)[4], const float (&m)[2],
+                                            float (&sums)[2])
+{
+    uint32_t packed[2][2]; /* region, head */
 #pragma unroll
-    for (int r = 0; r < UNIT; r++)
+    for (int half = 0; half < 2; half++) {
+        float base = m[half] == -INFINITY ? 0.0F : m[half], w[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float first = exp2_fast(logits[r][2 * half] - base[half]),
-                  second = exp2_fast(logits[r][2 * half + 1] - base[half]);
-            w.l[half] += first;
-            w.l[half] += second;
-            packed[r][half] = FP8 ? pack_f16(first, second) : pack_bf16(first, second);
+        for (int i = 0; i < 4; i++)
+            w[i] = exp2_fast((i < 2 ? first : second)[2 * half + i % 2] - base);
+        sums[half] = ((w[0] + w[1]) + w[2]) + w[3];
+        packed[0][half] = FP8 ? pack_f16(w[0], w[1]) : pack_bf16(w[0], w[1]);
+        packed[1][half] = FP8 ? pack_f16(w[2], w[3]) : pack_bf16(w[2], w[3]);
+    }
+    return make_uint4(packed[0][0], packed[0][1], packed[1][0], packed[1][1]);
+}
+
+/* Four warps share a unit: what each finds for its two regions. */
+template <int WARPS> struct weight_exchange {
+};
+template <> struct weight_exchange<4> {
+    float m[4][HEADS];
+    float2 sums[4][32];
+    uint4 rows[4][32];
+};
+
+/* Finds the weights of a unit. Two warps do so each for itself, so that nothing is exchanged; four, for whom the
+ * time counts, share the work. All have used the keys when it returns. */
+template <bool FP8, int WARPS>
+__device__ __forceinline__ void find_weights(weight_exchange<WARPS> &exchange, const unsigned char *keys,
+                                             const uint32_t *entries, const queries<FP8> &q, bool full,
+                                             unit_weights &w)
+{
+    constexpr int OWN = WARPS == 4 ? 2 : UNIT; /* regions */
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = WARPS == 4 ? 2 * warp : 0;
+    float logits[OWN][4], sums[UNIT / 2][2];
+    find_logits<FP8, OWN>(keys + first * layout<FP8>::REGION, entries + first, q, full, logits);
+    find_largest(logits, w.m);
+    if constexpr (WARPS == 4) {
+        if (lane % 4 == 0) {
+            exchange.m[warp][lane / 4] = w.m[0];
+            exchange.m[warp][lane / 4 + 8] = w.m[1];
         }
+        __syncthreads();
+#pragma unroll
+        for (int of = 0; of < 4; of++) {
+            w.m[0] = fmaxf(w.m[0], exchange.m[of][lane / 4]);
+            w.m[1] = fmaxf(w.m[1], exchange.m[of][lane / 4 + 8]);
+        }
+        exchange.rows[warp][lane] = weigh_pair<FP8>(logits[0], logits[1], w.m, sums[0]);
+        exchange.sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
+        __syncthreads();
+#pragma unroll
+        for (int of = 0; of < 4; of++) {
+            float2 its = exchange.sums[of][lane];
+            w.rows[of] = exchange.rows[of][lane];
+            sums[of][0] = its.x, sums[of][1] = its.y;
+        }
+    } else {
+#pragma unroll
+        for (int pair = 0; pair < UNIT / 2; pair++)
+            w.rows[pair] = weigh_pair<FP8>(logits[2 * pair], logits[2 * pair + 1], w.m, sums[pair]);
+        __syncthreads();
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++)
-        w.l[half] = lanes_sum(w.l[half]);
-#pragma unroll
-    for (int step = 0; step < UNIT / 2; step++)
-        w.rows[step] = make_uint4(packed[2 * step][0], packed[2 * step][1], packed[2 * step + 1][0],
-                                  packed[2 * step + 1][1]);
+        w.l[half] = lanes_sum(((sums[0][half] + sums[1][half]) + sums[2][half]) + sums[3][half]);
 }
 
 /* ---- Values ------------------------------------------------------------------------------------- */

@@ -138,82 +138,80 @@ __device__ void make_list(uint32_t *list, uint32_t tiles)
     if (threadIdx.x % 32 == 31)
         warp_sums[threadIdx.x / 32] = before;
     __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < (int)threadIdx.x / 32; i++)
-        before += warp_sums[i];
+#pragma unroll
+    for (int i = 0; i < WARPS - 1; i++)
+        before += i < (int)threadIdx.x / 32 ? warp_sums[i] : 0;
     list[threadIdx.x + 1] = before;
     if (threadIdx.x == 0)
         list[0] = 0;
     __syncthreads();
 }
 
-/* The window in which the list's tile lies. */
+/* The window in which the list's tile lies: as many end before. */
 __device__ int find_window(const uint32_t *list, uint32_t tile)
 {
-    int low = 0;
-#pragma unroll 1
-    for (int step = LIST / 2; step > 0; step /= 2)
-        if (list[low + step] <= tile)
-            low += step;
-    return low;
+    int before = 0;
+#pragma unroll
+    for (int i = 0; i < LIST; i += 32)
+        before += __popc(__ballot_sync(~0U, list[i + threadIdx.x % 32 + 1] <= tile));
+    return before;
 }
 
 /* ---- Batches: rows that share a pass over the summaries ----------------------------------------- */
 
 template <int PACKS> struct batch {
-    uint4 query[PACKS][STEPS][32];                                /* operand b of both products of a pack */
-    float4 weight[PACKS][4];                                      /* pack, row of the pack: four heads */
-    const uint8_t *row_query[PACKS * 4], *row_weights[PACKS * 4]; /* NULL: no row */
-    float *scores[PACKS * 4], *peaks[PACKS * 4];                  /* where a row's scores go */
+    uint4 query[PACKS][STEPS][32];               /* operand b of both products of a pack */
+    float4 weight[PACKS][4];                     /* pack, row of the pack: four heads */
+    float *scores[PACKS * 4], *peaks[PACKS * 4]; /* where a row's scores go; NULL: no row */
     uint32_t need[PACKS * 4];
 };
 
-/* Says which rows a batch has: [first, first + here) of a run that starts at `token` of the span. */
-template <int PACKS>
-__device__ void find_rows(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start,
-                          uint32_t token, int first, int here)
-{
-    int i = threadIdx.x;
-    if (i >= PACKS * 4)
-        return;
-    uint32_t row = first + i, of = quotient(row, p.groups), group = row - of * p.groups;
-    bool real = i < here;
-    b.need[i] = real ? w.need[start + of] : 0;
-    b.scores[i] = real ? (float *)p.scores.at(token * p.groups + row) : nullptr;
-    b.peaks[i] = real ? (float *)p.peaks.at(token * p.groups + row) : nullptr;
-    b.row_query[i] = real ? p.query.at(token + of, group) : nullptr;
-    b.row_weights[i] = real ? p.weights.at(token + of, group) : nullptr;
-}
+/* Rows [first, first + count) of a run that starts at `token` of the span; 1 << quad_shift packs hold a row's
+ * heads. */
+struct batch_rows {
+    uint32_t token, first, count;
+    int packs, quad_shift;
+};
 
 template <bool ALIGNED> __device__ uint32_t load_word(const uint8_t *q)
 {
     return ALIGNED ? *(const uint32_t *)q : q[0] | q[1] << 8 | q[2] << 16 | (uint32_t)q[3] << 24;
 }
 
-/* Loads the queries and weights of a batch's rows; 1 << quad_shift packs hold a row's heads. */
+/* Loads the queries and weights of a batch's rows, and says where their scores go. */
 template <bool ALIGNED, int PACKS>
-__device__ void fill_batch(const score_params &p, batch<PACKS> &b, int packs, int quad_shift)
+__device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start,
+                           const batch_rows &rows)
 {
-    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1 << quad_shift;
-    for (int pack = 0; pack < packs; pack++) {
-        const uint8_t *row = b.row_query[(pack >> quad_shift) * 4 + g / 2];
-        uint32_t head = (pack & (quads - 1)) * 4 + g % 2;
-        bool low = row && head < p.heads, high = row && head + 2 < p.heads;
-        row += head * p.query.step[2] + t * 16;
+    uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1U << rows.quad_shift;
+#pragma unroll 1
+    for (uint32_t pack = 0; pack < (uint32_t)rows.packs; pack++) {
+        uint32_t row = (pack >> rows.quad_shift) * 4 + g / 2, head = (pack & (quads - 1)) * 4 + g % 2;
+        uint32_t of = quotient(rows.first + row, p.groups), group = rows.first + row - of * p.groups;
+        bool low = row < rows.count && head < p.heads, high = row < rows.count && head + 2 < p.heads;
+        const uint8_t *query = p.query.at(rows.token + of, group, head) + t * 16;
 #pragma unroll
         for (int i = 0; i < STEPS / WARPS; i++) {
             int step = threadIdx.x / 32 * (STEPS / WARPS) + i, byte = step / 4 * 64 + step % 4 * 4;
-            uint32_t a = low ? load_word<ALIGNED>(row + byte) : 0;
-            uint32_t c = high ? load_word<ALIGNED>(row + 2 * p.query.step[2] + byte) : 0;
+            uint32_t a = low ? load_word<ALIGNED>(query + byte) : 0;
+            uint32_t c = high ? load_word<ALIGNED>(query + 2 * p.query.step[2] + byte) : 0;
             b.query[pack][step][lane] = make_uint4(e4m3x2_to_f16x2(a), e4m3x2_to_f16x2(a >> 16),
                                                    e4m3x2_to_f16x2(c), e4m3x2_to_f16x2(c >> 16));
         }
     }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < packs * 16; i += THREADS) {
-        const uint8_t *row = b.row_weights[(i / 16 >> quad_shift) * 4 + i / 4 % 4];
-        uint32_t head = (i / 16 & (quads - 1)) * 4 + i % 4;
-        ((float *)b.weight)[i] = row && head < p.heads ? ((const float *)row)[head] : 0.0F;
+    for (uint32_t i = threadIdx.x; i < PACKS * 16; i += THREADS) {
+        uint32_t row = (i / 16 >> rows.quad_shift) * 4 + i / 4 % 4, head = (i / 16 & (quads - 1)) * 4 + i % 4;
+        uint32_t of = quotient(rows.first + row, p.groups), group = rows.first + row - of * p.groups;
+        bool real = row < rows.count;
+        ((float *)b.weight)[i] =
+            real && head < p.heads ? ((const float *)p.weights.at(rows.token + of, group))[head] : 0.0F;
+        if (head == 0) {
+            uint32_t all = rows.token * p.groups + rows.first + row;
+            b.need[row] = real ? w.need[start + of] : 0;
+            b.scores[row] = real ? (float *)p.scores.at(all) : nullptr;
+            b.peaks[row] = real ? (float *)p.peaks.at(all) : nullptr;
+        }
     }
 }
 
@@ -375,7 +373,7 @@ __device__ bool has_further_heads(const score_params &p, uint32_t token, int row
 {
     bool further = false;
 #pragma unroll 1
-    for (uint32_t row = threadIdx.x; row < (uint32_t)rows && p.heads > 4; row += THREADS) {
+    for (uint32_t row = threadIdx.x; row < (uint32_t)rows; row += THREADS) {
         uint32_t of = quotient(row, p.groups);
         const float *weights = (const float *)p.weights.at(token + of, row - of * p.groups);
 #pragma unroll 4
@@ -392,13 +390,12 @@ __device__ void score_run(const score_params &p, batch<PACKS> &b, const window_t
 {
     int rows = (end - start) * (int)p.groups, quad_shift = 0;
     const int32_t *row = p.map.row(w.owner[start]);
+    if (p.heads > 4 && __syncthreads_or(has_further_heads(p, token, rows)))
+        quad_shift = p.heads > 8 ? 2 : 1;
     for (int first = 0, here; first < rows; first += here) {
-        find_rows(p, b, w, start, token, first, min(rows - first, PACKS * 4));
-        if (__syncthreads_or(first == 0 && has_further_heads(p, token, rows)))
-            quad_shift = p.heads > 8 ? 2 : 1;
         here = min(rows - first, PACKS * 4 >> quad_shift);
         int packs = (here + 3) / 4 << quad_shift;
-        fill_batch<ALIGNED>(p, b, packs, quad_shift);
+        fill_batch<ALIGNED>(p, b, w, start, {token, (uint32_t)first, (uint32_t)here, packs, quad_shift});
         __syncthreads();
         score_packs<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift);
         __syncthreads();

@@ -14,10 +14,11 @@ namespace
 
 enum {
     MAX_REGIONS = INT32_MAX - 65536, /* indices of what is read past a row's end stay ints */
-    SHORT_THREADS = 256, /* of blocks for rows whose regions they can hold */
+    SHORT_THREADS = 512,             /* of blocks for rows whose regions they can hold */
     LONG_THREADS = 1024
 };
-static_assert(LONG_THREADS * CHOICE_KEYS == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK, "plan.h");
+static_assert(LONG_THREADS * CHOICE_KEYS == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK,
+              "plan.h");
 
 struct select_params {
     view scores, peaks, current, selected; /* of rows; peaks absent: not known */
@@ -34,15 +35,14 @@ __global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constan
     uint32_t row = blockIdx.x;
     int64_t region;
     start_kernel_behind();
-    if (p.from_tokens) {
+    if (p.from_tokens)
         region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
-        wait_for_kernel_ahead();
-    } else {
+    else
         region = *(const int64_t *)p.current.at(row);
-    }
     row_scores scores = {(const float *)p.scores.at(row), p.peaks ? (const float *)p.peaks.at(row) : nullptr,
                          (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1), p.aligned};
-    choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row));
+    choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
+                [] { wait_for_kernel_ahead(); });
 }
 
 csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_tensor &selected)

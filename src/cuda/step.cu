@@ -1,6 +1,6 @@
 /*
- * Whole steps: score, select and attend queued one behind the other, chunk by chunk. In small steps the kernels
- * overlap: each starts while the one ahead ends, and waits before it reads what that one wrote.
+ * Whole steps: score, select and attend queued one behind the other, chunk by chunk. The kernels overlap: each
+ * starts while the one ahead ends, and waits before it reads what that one wrote.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "../step.h"
@@ -11,14 +11,10 @@
 namespace
 {
 
-/* Kernels of a step overlap up to so many rows. Of larger ones, blocks that start early crowd the
- * multiprocessors that are free first: 64 rows at 128K took 93 us to attend to instead of 72. */
-enum { OVERLAP_ROWS = 4 };
-
 csa_status run_chunk(const csa_context *context, const csa_step_args *a, const csa_chunk *chunk)
 {
     int64_t groups = a->query.shape[1], first_row = chunk->first * groups, rows = chunk->count * groups;
-    csa_span span = {chunk->first, chunk->count, chunk->shape->tokens * groups <= OVERLAP_ROWS};
+    csa_span span = {chunk->first, chunk->count, true};
     csa_rows rows_out = csa_slice_rows(a->rows_out, first_row, rows);
     csa_score_args score = {};
     score.tokens = a->tokens;
@@ -52,7 +48,7 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
         peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
     csa_span behind_score = span;
     /* Select reads the tokens before it waits: without a kernel of score, what is ahead may be writing them. */
-    behind_score.overlap = span.overlap && (a->rows_out || chunk->regions > a->topk);
+    behind_score.overlap = a->rows_out || chunk->regions > a->topk;
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1, &peaks);
     if (status == CSA_OK)
         status = csa_cuda_select_span(context, &select, a->tokens, behind_score, &peaks);

@@ -2,16 +2,16 @@
  * Section 5 for one row by one block: the best regions, exactly and stably.
  *
  * Scores are compared as integers that order as section 5 says (larger is better, NaN is 1, nothing is 0). Each
- * thread holds up to four quads of neighbours in registers. Rows that are longer than that are searched level by
- * level: first the peaks, the largest of each 8 (64, 512) neighbouring scores. At least k scores reach the k-th
- * best peak, so what is below it is out of the question: groups whose peaks are above it are listed, and the
- * first k of those whose peak it is (each has a tie, so that no later one can be chosen); fewer than 2k, whose
- * scores the threads hold at the next level.
+ * thread holds up to four quads of neighbours in registers. Rows that are longer than that are searched level
+ * by level: first the peaks, the largest of each 8 (64, 512) neighbouring scores. At least k scores reach the
+ * k-th best peak, so what is below it is out of the question: groups whose peaks are above it are listed, and
+ * the first k of those whose peak it is (each has a tie, so that no later one can be chosen); fewer than 2k,
+ * whose scores the threads hold at the next level.
  *
- * A level: a histogram of the quads' largest keys gives a bound that k keys reach; the keys that reach it, a few
- * more than k mostly, go to shared memory in order. There a histogram gives the bin of the k-th best, another
- * one within that bin, until it holds one key only or so few that they are ranked against each other. Plateaus
- * are bins like others.
+ * A level: a histogram of the quads' largest keys gives a bound that k keys reach; the keys that reach it, a
+ * few more than k mostly, go to shared memory in order. There a histogram gives the bin of the k-th best,
+ * another one within that bin, until it holds one key only or so few that they are ranked against each other.
+ * Plateaus are bins like others.
  *
  * Chosen ones leave in order: the place of one is the number of chosen ones before it, ties counted up to their
  * share, so that earlier regions win ties.
@@ -27,9 +27,9 @@
 #include <stdint.h>
 
 enum {
-    CHOICE_QUADS = 4,                /* of a thread */
+    CHOICE_QUADS = 4, /* of a thread */
     CHOICE_KEYS = 4 * CHOICE_QUADS,
-    CHOICE_FEW = 32                  /* keys that are ranked against each other */
+    CHOICE_FEW = 32 /* keys that are ranked against each other */
 };
 
 /* The best keys: those above `threshold`, and the first `share` of its equals. */
@@ -39,9 +39,9 @@ struct best_keys {
 
 template <int THREADS> struct choice_scratch {
     uint32_t bins[2 * THREADS];
-    uint32_t groups[2][2 * THREADS];     /* listed at a level, and at the one before */
-    uint32_t keys[CHOICE_KEYS * THREADS]; /* that reach the bound, in order */
-    uint16_t places[CHOICE_KEYS * THREADS]; /* where they stand among the level's */
+    uint32_t groups[2][2 * THREADS];        /* listed at a level, and at the one before */
+    float held[CHOICE_KEYS * THREADS];      /* what reaches the bound, in order, and NaN */
+    uint16_t places[CHOICE_KEYS * THREADS]; /* where it stands among the level's */
     uint32_t warps[3][THREADS / 32];
     uint32_t bin, above, within;
     uint32_t few[CHOICE_FEW], few_count;
@@ -68,7 +68,14 @@ static __device__ __forceinline__ uint32_t key_of(float score)
     return score == score ? key : (uint32_t)CSA_NAN_KEY;
 }
 
-/* What a level looks at: values of which 1 << log neighbours make a key. */
+/* A number of which the key is the largest that is no larger, for comparisons; NaN and below: -infinity. */
+static __device__ __forceinline__ float number_of(uint32_t key)
+{
+    constexpr uint32_t LEAST = 0x007FFFFF; /* the key of -infinity */
+    return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~max(key, LEAST));
+}
+
+/* What a level looks at: values of which 1 << log neighbours make one, their largest. */
 struct level_values {
     const float *values;
     int count; /* of the values */
@@ -76,33 +83,22 @@ struct level_values {
     bool aligned;
 };
 
-/* The key of values [at, at + 1 << log), of which those past the end are no keys. */
-static __device__ __noinline__ uint32_t largest_key(level_values v, int64_t at)
+/* The largest of values [at, at + 1 << log), NaN only if nothing else; past the end there is -infinity. */
+static __device__ __noinline__ float largest_value(level_values v, int64_t at)
 {
-    uint32_t most = CSA_NO_KEY;
     int64_t end = min(at + ((int64_t)1 << v.log), (int64_t)v.count);
+    float most = at < end ? NAN : -INFINITY;
 #pragma unroll 8
     for (; at < end; at++)
-        most = max(most, key_of(v.values[at]));
+        most = fmaxf(most, v.values[at]);
     return most;
 }
 
-static __device__ __forceinline__ uint4 keys_of(float4 x)
-{
-    return make_uint4(key_of(x.x), key_of(x.y), key_of(x.z), key_of(x.w));
-}
-
-/* Keys [first, first + 4). */
-static __device__ __noinline__ uint4 load_quad_slowly(level_values v, int at)
+static __device__ __noinline__ float4 load_quad_slowly(level_values v, int at)
 {
     int64_t first = at;
-    return make_uint4(largest_key(v, first << v.log), largest_key(v, (first + 1) << v.log),
-                      largest_key(v, (first + 2) << v.log), largest_key(v, (first + 3) << v.log));
-}
-
-static __device__ __forceinline__ uint32_t max_of_four(uint4 k)
-{
-    return max(max(k.x, k.y), max(k.z, k.w));
+    return make_float4(largest_value(v, first << v.log), largest_value(v, (first + 1) << v.log),
+                       largest_value(v, (first + 2) << v.log), largest_value(v, (first + 3) << v.log));
 }
 
 /* ---- Over the block ----------------------------------------------------------------------------- */
@@ -137,7 +133,8 @@ struct key_range {
 /* Narrows a range to a bin that has the rank-th best key (from 1); `each` visits the thread's keys. Bins are
  * empty before and after. */
 template <int THREADS, typename Each>
-static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_range &range, uint32_t rank, Each each)
+static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_range &range, uint32_t rank,
+                                              Each each)
 {
     constexpr int LOG = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : THREADS == 256 ? 9 : 8;
     static_assert(2 * THREADS == 1 << LOG, "bins");
@@ -183,46 +180,54 @@ struct level_quads {
     }
 };
 
-/* Brings the keys that reach a bound, which at least `rank` do if there are so many, to shared memory, in order;
- * the range that holds them, and their number as `within`. */
-template <int THREADS>
-static __device__ __forceinline__ key_range hold_keys(choice_scratch<THREADS> &s, const level_values &v,
-                                                      level_quads quads, uint32_t rank)
+/* Brings what reaches a bound, as at least `rank` do if there are so many, and NaN to shared memory, in order;
+ * the range of the keys that reach it, and how many are held as `within`. `count`: values of the whole level;
+ * `ready` returns once they may be read. */
+template <int THREADS, typename Ready>
+static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> &s, const level_values &v,
+                                                        level_quads quads, int count, uint32_t rank,
+                                                        Ready ready)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = (warp * quads.each) * 32 + lane;
-    bool bounded = (uint32_t)quads.count > rank; /* so many keys reach the smallest of the quads' largest */
-    uint32_t key[CHOICE_QUADS][4], most[CHOICE_QUADS], low = ~0U, high = 0;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * quads.each * 32 + lane;
+    bool bounded = (uint32_t)quads.count > rank; /* so many reach the smallest of the quads' largest */
+    bool plain = v.log == 0 && v.aligned;
+    float value[CHOICE_QUADS][4];
+    int at[CHOICE_QUADS]; /* -1: nothing */
+    uint32_t most[CHOICE_QUADS], low = ~0U, high = 0;
     *(uint2 *)&s.bins[2 * threadIdx.x] = make_uint2(0, 0);
     if (threadIdx.x == 0)
         s.few_count = 0;
-    float4 raw[CHOICE_QUADS]; /* loads do not wait for each other */
-    int value[CHOICE_QUADS];  /* -1: none */
-    bool plain = v.log == 0 && v.aligned;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
         int quad = first + 32 * i;
-        value[i] = i < quads.each && quad < quads.count ? quads.value(4 * quad) : -1;
-        if (plain && value[i] >= 0 && value[i] <= v.count - 4)
-            raw[i] = *(const float4 *)(v.values + value[i]);
+        at[i] = i < quads.each && quad < quads.count ? quads.value(4 * quad) : -1;
+    }
+    ready();
+#pragma unroll
+    for (int i = 0; i < CHOICE_QUADS; i++) { /* loads do not wait for each other */
+        float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        if (plain && at[i] >= 0 && at[i] <= v.count - 4)
+            x = *(const float4 *)(v.values + at[i]);
+        value[i][0] = x.x, value[i][1] = x.y, value[i][2] = x.z, value[i][3] = x.w;
     }
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
-        uint4 k = make_uint4(0, 0, 0, 0);
-        if (plain && value[i] >= 0 && value[i] <= v.count - 4)
-            k = keys_of(raw[i]);
-        else if (value[i] >= 0)
-            k = load_quad_slowly(v, value[i]);
-        key[i][0] = k.x, key[i][1] = k.y, key[i][2] = k.z, key[i][3] = k.w;
-        most[i] = max_of_four(k);
-    }
-#pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) {
+        if (i >= quads.each) {
+            most[i] = CSA_NO_KEY;
+            continue;
+        }
+        if (at[i] >= 0 && (!plain || at[i] > v.count - 4)) {
+            float4 x = load_quad_slowly(v, at[i]);
+            value[i][0] = x.x, value[i][1] = x.y, value[i][2] = x.z, value[i][3] = x.w;
+        }
+        float largest = fmaxf(fmaxf(value[i][0], value[i][1]), fmaxf(value[i][2], value[i][3]));
+        most[i] = at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
         high = max(high, most[i]);
         low = min(low, most[i] - 1); /* no key is the largest */
-        if (!bounded)
+        if (!bounded && at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                low = min(low, key[i][k] - 1);
+                low = at[i] + k < count ? min(low, key_of(value[i][k]) - 1) : low;
     }
     low = __reduce_min_sync(~0U, low);
     high = __reduce_max_sync(~0U, high);
@@ -238,41 +243,52 @@ static __device__ __forceinline__ key_range hold_keys(choice_scratch<THREADS> &s
         narrow(s, range, rank, [&](auto visit) {
 #pragma unroll
             for (int i = 0; i < CHOICE_QUADS; i++)
-                visit(most[i]);
+                if (i < quads.each)
+                    visit(most[i]);
         });
-    /* Keys of a warp leave quad by quad: a byte for each counts its keys up to this lane. */
+    /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
+    float bound = number_of(range.low);
     uint32_t counts = 0;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++)
+        if (i < quads.each && at[i] >= 0)
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            counts += (uint32_t)(key[i][k] >= range.low) << 8 * i;
+            for (int k = 0; k < 4; k++)
+                counts += (uint32_t) !(value[i][k] < bound) << 8 * i;
     uint32_t sums = counts;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         uint32_t other = __shfl_up_sync(~0U, sums, step);
         sums += lane >= step ? other : 0;
     }
-    uint32_t of_warp = __shfl_sync(~0U, sums, 31), before = 0;
+    uint32_t of_warp = __shfl_sync(~0U, sums, 31);
     sums -= counts;
     if (lane == 0)
         s.warps[2][warp] = (of_warp & 0xFF) + (of_warp >> 8 & 0xFF) + (of_warp >> 16 & 0xFF) + (of_warp >> 24);
     __syncthreads();
     uint32_t in_warps = lane < THREADS / 32 ? s.warps[2][lane] : 0;
-    before = __reduce_add_sync(~0U, lane < warp ? in_warps : 0);
+    uint32_t before = __reduce_add_sync(~0U, lane < warp ? in_warps : 0);
     range.within = __reduce_add_sync(~0U, in_warps);
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
-        uint32_t at = before + (sums >> 8 * i & 0xFF);
+        if (i >= quads.each)
+            continue;
+        uint32_t to = before + (sums >> 8 * i & 0xFF);
+        if (counts >> 8 * i & 0xFF)
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            if (key[i][k] >= range.low) {
-                s.keys[at] = key[i][k];
-                s.places[at++] = (uint16_t)((first + 32 * i) * 4 + k);
-            }
+            for (int k = 0; k < 4; k++)
+                if (!(value[i][k] < bound)) {
+                    s.held[to] = value[i][k];
+                    s.places[to++] = (uint16_t)((first + 32 * i) * 4 + k);
+                }
         before += of_warp >> 8 * i & 0xFF;
     }
     __syncthreads();
+    if (bound == -INFINITY) { /* all are held, what stands past the end, too, as the last */
+        range.low = CSA_NAN_KEY;
+        while (quads.value(s.places[range.within - 1]) >= count)
+            range.within--;
+    }
     return {range.low, high, 0, range.within};
 }
 
@@ -284,8 +300,8 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
     uint32_t lane = threadIdx.x % 32, span = range.high - range.low;
 #pragma unroll 1
     for (int i = threadIdx.x; i < held; i += THREADS)
-        if (s.keys[i] - range.low <= span)
-            s.few[atomicAdd(&s.few_count, 1U) % CHOICE_FEW] = s.keys[i];
+        if (key_of(s.held[i]) - range.low <= span)
+            s.few[atomicAdd(&s.few_count, 1U) % CHOICE_FEW] = key_of(s.held[i]);
     __syncthreads();
     uint32_t own = lane < range.within ? s.few[lane] : (uint32_t)CSA_NO_KEY;
     rank -= range.above;
@@ -305,7 +321,8 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
 
 /* Finds the rank-th best of the held keys. */
 template <int THREADS>
-static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s, key_range range, uint32_t rank)
+static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s, key_range range,
+                                                      uint32_t rank)
 {
     int held = (int)range.within;
 #pragma unroll 1
@@ -313,7 +330,7 @@ static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s
         narrow(s, range, rank, [&](auto visit) {
 #pragma unroll 1
             for (int i = threadIdx.x; i < held; i += THREADS)
-                visit(s.keys[i]);
+                visit(key_of(s.held[i]));
         });
         if (range.low == range.high || range.within == 0)
             return {range.low, rank - range.above};
@@ -322,7 +339,8 @@ static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s
     }
 }
 
-/* Writes where the best of the held keys stand, in order, to `to`, which has room for `most`; how many they are. */
+/* Writes where the best of the held keys stand, in order, to `to`, which has room for `most`; how many they
+ * are. */
 template <int THREADS, typename To>
 static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int held, level_quads quads,
                                                  best_keys best, To *to, uint32_t most)
@@ -331,16 +349,17 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
     uint32_t better = 0, ties = 0;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        better += s.keys[i] > best.threshold;
-        ties += s.keys[i] == best.threshold;
+        better += key_of(s.held[i]) > best.threshold;
+        ties += key_of(s.held[i]) == best.threshold;
     }
     running_sum sum = scan(s, 1, better | ties << 16); /* two sums at once */
     better = sum.before & 0xFFFF, ties = sum.before >> 16;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        bool tied = s.keys[i] == best.threshold;
+        uint32_t key = key_of(s.held[i]);
+        bool tied = key == best.threshold;
         uint32_t place = better + min(ties, best.share);
-        if (s.keys[i] < best.threshold || (tied && ties >= best.share) || place >= most)
+        if (key < best.threshold || (tied && ties >= best.share) || place >= most)
             continue;
         to[place] = (To)quads.value(s.places[i]);
         better += !tied;
@@ -352,10 +371,11 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
 
 /* ---- The whole ---------------------------------------------------------------------------------- */
 
-/* Writes the `rank` best of more regions than that, in order; rank <= THREADS if they do not fit the threads. */
-template <int THREADS>
+/* Writes the `rank` best of more regions than that, in order; rank <= THREADS if they do not fit the threads.
+ */
+template <int THREADS, typename Ready>
 static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores &row, uint32_t rank,
-                                   int64_t *entries)
+                                   int64_t *entries, Ready ready)
 {
     int shift = 0; /* scores of a key, as a power of two */
     while ((row.count - 1) >> shift >= CHOICE_KEYS * THREADS)
@@ -368,7 +388,7 @@ static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores 
                           by_peaks ? (row.count + CSA_PEAK - 1) / CSA_PEAK : row.count,
                           by_peaks ? shift - CSA_PEAK_SHIFT : shift, row.aligned};
         quads.each = (quads.count + THREADS - 1) / THREADS;
-        key_range held = hold_keys(s, v, quads, rank);
+        key_range held = hold_values(s, v, quads, ((row.count - 1) >> shift) + 1, rank, ready);
         best_keys best = find_best(s, held, rank);
         if (shift == 0) {
             write_best(s, (int)held.within, quads, best, entries, rank);
@@ -382,19 +402,21 @@ static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores 
 }
 
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,
- * row.count (-1: no region at all), and the current one. */
-template <int THREADS>
+ * row.count (-1: no region at all), and the current one. ready() returns once the scores may be read and the
+ * columns written. */
+template <int THREADS, typename Ready>
 static __device__ void choose_list(choice_scratch<THREADS> &s, const row_scores &row, int width,
-                                   int64_t *entries)
+                                   int64_t *entries, Ready ready)
 {
     int current = row.count;
     if (current > width) {
-        choose_best(s, row, (uint32_t)width, entries);
+        choose_best(s, row, (uint32_t)width, entries, ready);
         if (threadIdx.x == 0)
             entries[width] = current;
         return;
     }
     int padding = width - current; /* current = -1: the whole row */
+    ready();
 #pragma unroll 1
     for (int column = threadIdx.x; column <= width; column += THREADS)
         entries[column] = column < padding ? -1 : column - padding;
