@@ -295,6 +295,22 @@ void csa_check_attention(csa_checker *c, csa_tensor *query, csa_tensor *gate, cs
     check_groups(c, groups);
 }
 
+enum { WORKSPACE_ALIGNMENT = 256 };
+
+void csa_check_workspace(csa_checker *c, csa_workspace workspace, size_t needed)
+{
+    if (c->status != CSA_OK || needed == 0)
+        return;
+    if (workspace.bytes < needed)
+        csa_refuse(c, CSA_ERROR_WORKSPACE, "workspace has %zu bytes, this step needs %zu", workspace.bytes,
+                   needed);
+    else if (!workspace.data)
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "workspace.data is NULL");
+    else if ((uintptr_t)workspace.data % WORKSPACE_ALIGNMENT)
+        csa_refuse(c, CSA_ERROR_ARGUMENT, "workspace.data %p is not aligned to %d bytes", workspace.data,
+                   WORKSPACE_ALIGNMENT);
+}
+
 void csa_check_attend(csa_checker *c, const csa_attend_args *from, csa_attend_call *to)
 {
     csa_attend_args *a = &to->args;
@@ -310,6 +326,7 @@ void csa_check_attend(csa_checker *c, const csa_attend_args *from, csa_attend_ca
     int needs = CSA_NEED_TABLE | (a->rows ? 0 : CSA_NEED_POSITIONS);
     csa_check_tokens(c, a->tokens, needs, &tokens, &to->nested.tokens);
     csa_check_cache(c, a->cache, CSA_NEED_KV, &groups, &to->nested.cache);
+    csa_check_workspace(c, a->workspace, a->workspace.bytes);
     a->tokens = &to->nested.tokens;
     a->cache = &to->nested.cache;
     a->rows = a->rows ? &to->nested.rows : NULL;

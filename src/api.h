@@ -65,6 +65,9 @@ int32_t csa_check_topk(csa_checker *c, int32_t topk);
 /* The ring's capacity must hold what a step needs; query_len 0: not a verify step. */
 void csa_check_ring(csa_checker *c, const csa_nested *n, int64_t query_len);
 
+/* A workspace must have what is needed, at an aligned address; 0: it is not looked at. */
+void csa_check_workspace(csa_checker *c, csa_workspace workspace, size_t needed);
+
 /* Tensors that attend, steps and layers have in common. */
 void csa_check_attention(csa_checker *c, csa_tensor *query, csa_tensor *gate, csa_tensor *out, csa_tensor *lse,
                          csa_dim *tokens, csa_dim *groups);

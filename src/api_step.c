@@ -13,22 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WORKSPACE_ALIGNMENT = 256 };
 static const int64_t max_regions = (int64_t)1 << 36; /* of one request: half a tera-token */
-
-static void check_workspace(csa_checker *c, csa_workspace workspace, size_t needed)
-{
-    if (c->status != CSA_OK || needed == 0)
-        return;
-    if (workspace.bytes < needed)
-        csa_refuse(c, CSA_ERROR_WORKSPACE, "workspace has %zu bytes, this step needs %zu", workspace.bytes,
-                   needed);
-    else if (!workspace.data)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "workspace.data is NULL");
-    else if ((uintptr_t)workspace.data % WORKSPACE_ALIGNMENT)
-        csa_refuse(c, CSA_ERROR_ARGUMENT, "workspace.data %p is not aligned to %d bytes", workspace.data,
-                   WORKSPACE_ALIGNMENT);
-}
 
 /* ---- Score + select + attend + gate ------------------------------------------------------------- */
 
@@ -93,7 +78,7 @@ void csa_check_step(csa_checker *c, const csa_context *context, const csa_plan *
         return;
     csa_step_shape shape = csa_shape_of(context, tokens.extent, groups.extent, a->regions, a->topk);
     check_selected(c, &a->selected, &shape, &tokens, &groups);
-    check_workspace(c, a->workspace, csa_step_bytes(&shape));
+    csa_check_workspace(c, a->workspace, csa_step_bytes(&shape));
     a->tokens = &to->nested.tokens;
     a->cache = &to->nested.cache;
     a->rows_out = a->rows_out ? &to->nested.rows : NULL;
@@ -264,7 +249,7 @@ void csa_check_layer(csa_checker *c, const csa_context *context, const csa_plan 
         return;
     csa_step_shape shape = csa_shape_of(context, tokens.extent, groups.extent, a->regions, a->topk);
     check_selected(c, &a->selected, &shape, &tokens, &groups);
-    check_workspace(c, a->workspace, layer_bytes(plan, shape));
+    csa_check_workspace(c, a->workspace, layer_bytes(plan, shape));
     a->prepare = p;
     a->rows_out = a->rows_out ? &to->rows : NULL;
 }
@@ -423,7 +408,7 @@ csa_status csa_warm_up(const csa_context *context, const csa_serving *serving, c
     if (c.status != CSA_OK)
         return c.status;
     size_t needed = serving_bytes(&s, context->backend, context->scratch_limit);
-    check_workspace(&c, workspace, needed);
+    csa_check_workspace(&c, workspace, needed);
     if (c.status != CSA_OK)
         return c.status;
     if (context->cuda)

@@ -100,16 +100,16 @@ std::vector<int64_t> expect(const std::vector<float> &scores, int width)
 }
 
 /* One row by a block of THREADS; scratch and columns start as garbage. */
-template <int THREADS>
+template <int THREADS, bool KEPT>
 bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
 {
     std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores);
     std::vector<int64_t> columns((size_t)width + 1, -77);
-    auto scratch = std::make_unique<choice_scratch<THREADS>>();
+    auto scratch = std::make_unique<choice_scratch<THREADS, KEPT>>();
     memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
     bool aligned = (uintptr_t)scores.data() % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
     row_scores row = {scores.data(), with_peaks ? peaks.data() : nullptr, count, aligned};
-    choice_scratch<THREADS> &s = *scratch;
+    choice_scratch<THREADS, KEPT> &s = *scratch;
     int64_t *to = columns.data();
     run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
     if (columns == expect(scores, width))
@@ -120,12 +120,12 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
 }
 
 /* Rows that threads hold at once may have any width; of longer ones, the width's groups have to fit. */
-template <int THREADS> bool draw_row(random_source &r, int count)
+template <int THREADS, bool KEPT> bool draw_row(random_source &r, int count)
 {
-    bool fits = count <= CHOICE_KEYS * THREADS;
+    bool fits = count <= CHOICE_VALUES * THREADS;
     const int widths[] = {1, THREADS / 2 + 3, THREADS, fits ? 1024 : THREADS - 1};
     int width = widths[r() % 4], sort = (int)(r() % SORTS);
-    return choose_like_a_sort<THREADS>(r, count, width, sort, r() % 2);
+    return choose_like_a_sort<THREADS, KEPT>(r, count, width, sort, r() % 2);
 }
 
 } // namespace
@@ -138,9 +138,9 @@ int main()
     int done = 0, wrong = 0;
     for (int count : counts)
         for (int i = 0; i < (quick ? 2 : 6); i++, done++)
-            wrong += !(i % 3 == 2 ? draw_row<256>(r, count) : draw_row<128>(r, count));
+            wrong += !(i % 3 == 2 ? draw_row<256, false>(r, count) : draw_row<128, true>(r, count));
     for (int i = 0; i < 2; i++, done++)
-        wrong += !choose_like_a_sort<1024>(r, 300000, i == 0 ? 1024 : 512, 7, i == 0);
+        wrong += !choose_like_a_sort<1024, true>(r, 300000, i == 0 ? 1024 : 512, 7, i == 0);
     printf("%d selections, %d wrong\n", done, wrong);
     return wrong ? EXIT_FAILURE : EXIT_SUCCESS;
 }

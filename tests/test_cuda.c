@@ -347,6 +347,64 @@ static void batch_mates_change_nothing(void **state)
     }
 }
 
+/* Attention of the first tokens, with a workspace of so many bytes. */
+static void expect_attended_alike(const twin *t, int64_t tokens, size_t bytes)
+{
+    csa_attend_args attend = world_attend((world *)&t->device);
+    csa_tensor *by_token[] = {&attend.query, &attend.gate};
+    for (int i = 0; i < 2; i++)
+        *by_token[i] = tensor_slice(*by_token[i], 0, tokens);
+    csa_tokens step = t->device.step;
+    csa_tensor *of_step[] = {&step.block_table, &step.slots, &step.positions, &step.ring_base};
+    for (int i = 0; i < 4; i++)
+        *of_step[i] = tensor_slice(*of_step[i], 0, tokens);
+    csa_tensor out = tensor_slice(attend.out, 0, tokens), lse = tensor_slice(attend.lse, 0, tokens);
+    size_t out_bytes = (size_t)tensor_count(&out) * 2, lse_bytes = (size_t)tensor_count(&lse) * 4;
+    attend.selected = tensor_slice(attend.selected, 0, tokens * t->host.shape.groups);
+    attend.tokens = &step;
+    attend.stream = stream;
+    attend.workspace = (csa_workspace){bytes ? allocate(bytes) : NULL, bytes};
+    attend.out = out, attend.lse = lse;
+    attend.out.data = allocate(out_bytes);
+    attend.lse.data = allocate(lse_bytes);
+    CHECK_OK(csa_attend(context, &attend));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    const struct {
+        void *got, *expected;
+        size_t bytes;
+    } pairs[] = {{attend.out.data, out.data, out_bytes}, {attend.lse.data, lse.data, lse_bytes}};
+    for (int i = 0; i < 2; i++) {
+        char *got = malloc(2 * pairs[i].bytes);
+        CHECK(got != NULL);
+        CHECK_CUDA(cudaMemcpy(got, pairs[i].got, pairs[i].bytes, cudaMemcpyDeviceToHost));
+        CHECK_CUDA(cudaMemcpy(got + pairs[i].bytes, pairs[i].expected, pairs[i].bytes, cudaMemcpyDeviceToHost));
+        CHECKF(memcmp(got, got + pairs[i].bytes, pairs[i].bytes) == 0, "%s of %d tokens with %zu bytes",
+               i ? "lse" : "out", (int)tokens, bytes);
+        free(got);
+        CHECK_CUDA(cudaFree(pairs[i].got));
+    }
+    CHECK_CUDA(cudaFree(attend.workspace.data));
+}
+
+/* Rows are taken whole, by pieces, or by units, which two warps or four share, as there is room and work. */
+static void cuts_change_nothing(void **state)
+{
+    (void)state;
+    const size_t room[] = {0, 1 << 20, 16 << 20};
+    for (int e4m3 = 0; e4m3 < 2; e4m3++) {
+        world_shape shape = {.requests = 20, .heads = 11, .exact_length = 3000, .topk = 200};
+        shape.kv_dtype = e4m3 ? CSA_E4M3 : CSA_BF16;
+        twin t;
+        make_twin(&t, shape, 82);
+        CHECK_OK(queue(DECODE, &t));
+        for (int i = 0; i < 3; i++) {
+            expect_attended_alike(&t, 4, room[i]);
+            expect_attended_alike(&t, 20, room[i]);
+        }
+        end_twin(&t);
+    }
+}
+
 /* ---- Two contexts at once ----------------------------------------------------------------------- */
 
 typedef struct engine {
@@ -911,12 +969,19 @@ int main(void)
         return 77;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(layers_agree_with_ref),        cmocka_unit_test(graphs_replay_other_lengths),
-        cmocka_unit_test(steps_repeat_themselves),      cmocka_unit_test(batch_mates_change_nothing),
-        cmocka_unit_test(contexts_share_a_device),      cmocka_unit_test(decode_takes_many_rows),
-        cmocka_unit_test(stages_take_many_rows),        cmocka_unit_test(prepare_takes_many_tokens),
-        cmocka_unit_test(blocks_may_lie_far_apart),     cmocka_unit_test(bad_ids_are_named),
-        cmocka_unit_test(long_rows_are_selected),       cmocka_unit_test(long_steps_select_like_stages),
+        cmocka_unit_test(layers_agree_with_ref),
+        cmocka_unit_test(graphs_replay_other_lengths),
+        cmocka_unit_test(steps_repeat_themselves),
+        cmocka_unit_test(batch_mates_change_nothing),
+        cmocka_unit_test(cuts_change_nothing),
+        cmocka_unit_test(contexts_share_a_device),
+        cmocka_unit_test(decode_takes_many_rows),
+        cmocka_unit_test(stages_take_many_rows),
+        cmocka_unit_test(prepare_takes_many_tokens),
+        cmocka_unit_test(blocks_may_lie_far_apart),
+        cmocka_unit_test(bad_ids_are_named),
+        cmocka_unit_test(long_rows_are_selected),
+        cmocka_unit_test(long_steps_select_like_stages),
         cmocka_unit_test(what_is_not_there_is_refused),
     };
     test_seed();

@@ -226,6 +226,7 @@ static void lay_out_steps(bench_data *d, size_t workspace)
         .scale = d->attend.scale,
         .workspace = {scratch, workspace},
     };
+    d->attend.workspace = d->step.workspace;
     d->layer = (csa_layer_args){
         .size = sizeof d->layer,
         .prepare = &d->prepare,

@@ -7,9 +7,9 @@
  * weighted by it.
  *
  * A warp finds the logits and the weights of a whole unit, for 16 heads (the product's rows, padded), and then
- * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the two
- * warps of a block only meet when keys or values have been used and the next ones may be copied over them. Where
- * rows are few, four warps share the unit's logits, too.
+ * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the
+ * two warps of a block only meet when keys or values have been used and the next ones may be copied over them.
+ * Where rows are few, four warps share the unit's logits, too.
  *
  * A block takes a part of a row, a unit (few rows) or a piece, and leaves a record in the workspace, which
  * attend_join.cu's kernel joins; or, where there are many rows or no workspace, a whole row.
@@ -179,19 +179,17 @@ bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Dynamic shared memory at most, of which two blocks fit a multiprocessor. */
 enum {
-    MULTIPROCESSOR_SHARED = 228 * 1024,
-    BLOCK_OVERHEAD = 1024,
-    MOST_SHARED = MULTIPROCESSOR_SHARED / 2 - BLOCK_OVERHEAD
+    MULTIPROCESSOR_SHARED = 228 * 1024, /* bytes, of which each block costs BLOCK_SHARED beyond its own */
+    BLOCK_SHARED = 1024,
+    MOST_SHARED = MULTIPROCESSOR_SHARED / 2 - BLOCK_SHARED
 };
 
 /* Shared memory with which blocks that start early cannot crowd the multiprocessors that are free first. */
-size_t spreading_shared(const csa_context *context, size_t needed, int64_t blocks)
+int64_t spreading_shared(const csa_context *context, int64_t needed, int64_t blocks)
 {
     int64_t each = (blocks + context->multiprocessors - 1) / context->multiprocessors;
-    size_t share = (size_t)(MULTIPROCESSOR_SHARED / max(each, (int64_t)2) - BLOCK_OVERHEAD);
-    return needed > share ? needed : share;
+    return max(needed, min(MULTIPROCESSOR_SHARED / each - BLOCK_SHARED, (int64_t)MOST_SHARED));
 }
 
 /* Cuts rows: by units where these are all worked on at a time, else by pieces, as far as there is room. */
@@ -214,9 +212,11 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
     csa_launch l;
     l.grid = dim3((unsigned)rows, (unsigned)max(p.parts, 1));
     l.block = dim3(v.threads);
-    l.shared = context->portable ? v.shared : spreading_shared(context, v.shared, rows * max(p.parts, 1));
-    l.stream = stream;
+    l.shared = v.shared;
     l.overlap = overlap && !context->portable;
+    if (l.overlap)
+        l.shared = (size_t)spreading_shared(context, (int64_t)v.shared, rows * max(p.parts, 1));
+    l.stream = stream;
     csa_status status = csa_queue("attend", v.run, l, p);
     return status == CSA_OK && p.parts > 0 ? csa_cuda_join(context, p, fp8, rows, stream) : status;
 }
@@ -226,9 +226,10 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
 csa_status csa_cuda_load_attend(void)
 {
     csa_status status = csa_cuda_load_join();
+    size_t most = min(csa_most_shared(), (size_t)MOST_SHARED); /* GPUs that have less overlap nothing */
     for (int i = 0; i < 2 * KERNELS && status == CSA_OK; i++) {
         variant v = i < KERNELS ? find_variant<false>(i) : find_variant<true>(i - KERNELS);
-        status = csa_load("attend", v.run, MOST_SHARED);
+        status = csa_load("attend", v.run, max(v.shared, most));
     }
     return status;
 }
@@ -280,5 +281,7 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
     csa_span all = {0, args->query.shape[0], false};
-    return csa_cuda_attend_span(context, args, all, nullptr, 0);
+    size_t room = args->workspace.bytes / CSA_RECORD_BYTES;
+    return csa_cuda_attend_span(context, args, all, args->workspace.data,
+                                room < CSA_RECORDS ? (int64_t)room : CSA_RECORDS);
 }

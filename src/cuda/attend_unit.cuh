@@ -234,15 +234,15 @@ __device__ __noinline__ void clear_unseen_values(unsigned char *values, const ui
 
 /* ---- Weights ------------------------------------------------------------------------------------ */
 
-/* Of a unit's tokens, for heads g and g + 8: the largest logit in base 2, the sum of 2^(logit - m), and these as
- * the rows of the products with values, 16 tokens a step. */
+/* Of a unit's tokens, for heads g and g + 8: the largest logit in base 2, the sum of 2^(logit - m), and these
+ * as the rows of the products with values, 16 tokens a step. */
 struct unit_weights {
     float m[2], l[2];
     uint4 rows[UNIT / 2];
 };
 
-/* Logits in base 2 of regions whose keys and entries these are; head g: columns 2t, 2t + 1; head g + 8: the same.
- * full: all tokens are seen. */
+/* Logits in base 2 of regions whose keys and entries these are; head g: columns 2t, 2t + 1; head g + 8: the
+ * same. full: all tokens are seen. */
 template <bool FP8, int REGIONS>
 __device__ __forceinline__ void find_logits(const unsigned char *keys, const uint32_t *entries,
                                             const queries<FP8> &q, bool full, float (&logits)[REGIONS][4])
@@ -304,8 +304,8 @@ __device__ __forceinline__ void find_largest(const float (&logits)[REGIONS][4], 
 
 /* Weights of two regions, a row of the products, and the lane's sums of them. */
 template <bool FP8>
-__device__ __forceinline__ uint4 weigh_pair(const float (&first)[4], const float (&second)[4], const float (&m)[2],
-                                            float (&sums)[2])
+__device__ __forceinline__ uint4 weigh_pair(const float (&first)[4], const float (&second)[4],
+                                            const float (&m)[2], float (&sums)[2])
 {
     uint32_t packed[2][2]; /* region, head */
 #pragma unroll
@@ -330,8 +330,8 @@ template <> struct weight_exchange<4> {
     uint4 rows[4][32];
 };
 
-/* Finds the weights of a unit. Two warps do so each for itself, so that nothing is exchanged; four, for whom the
- * time counts, share the work. All have used the keys when it returns. */
+/* Finds the weights of a unit. Two warps do so each for itself, so that nothing is exchanged; four, for whom
+ * the time counts, share the work. All have used the keys when it returns. */
 template <bool FP8, int WARPS>
 __device__ __forceinline__ void find_weights(weight_exchange<WARPS> &exchange, const unsigned char *keys,
                                              const uint32_t *entries, const queries<FP8> &q, bool full,

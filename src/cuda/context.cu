@@ -22,6 +22,14 @@ csa_status csa_cuda_check(cudaError_t error, const char *what)
     return csa_cuda_fail(CSA_ERROR_DEVICE, "cuda: %s: %s", what, cudaGetErrorString(error));
 }
 
+size_t csa_most_shared(void)
+{
+    int device = 0, most = 0;
+    if (cudaGetDevice(&device) == cudaSuccess)
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return (size_t)most;
+}
+
 csa_on_device::csa_on_device(const csa_context *context)
 {
     int now = -1;

@@ -15,6 +15,9 @@ extern csa_status (*csa_cuda_fail)(csa_status status, const char *format, ...);
 /* CSA_OK, or the error's text after what was being done. */
 csa_status csa_cuda_check(cudaError_t error, const char *what);
 
+/* Bytes of shared memory that a block may have at most on the current device. */
+size_t csa_most_shared(void);
+
 /* Makes a context's device the current one while it lives. */
 struct csa_on_device {
     int before = -1;
@@ -34,7 +37,6 @@ struct csa_launch {
     dim3 grid, block;
     size_t shared = 0;
     void *stream = nullptr;
-    unsigned cluster = 1; /* blocks along x that run together */
     bool overlap = false; /* may start before the kernel ahead of it has ended; it then waits by itself */
 };
 
@@ -42,20 +44,17 @@ struct csa_launch {
 template <typename... Params, typename... Values>
 csa_status csa_queue(const char *name, void (*kernel)(Params...), const csa_launch &l, Values &&...values)
 {
-    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute overlap = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = l.grid;
     config.blockDim = l.block;
     config.dynamicSmemBytes = l.shared;
     config.stream = (cudaStream_t)l.stream;
-    config.attrs = attributes;
-    if (l.cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {l.cluster, 1, 1};
-    }
+    config.attrs = &overlap;
     if (l.overlap) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+        config.numAttrs = 1;
     }
     return csa_cuda_check(cudaLaunchKernelEx(&config, kernel, Params(values)...), name);
 }

@@ -17,7 +17,7 @@ enum {
     SHORT_THREADS = 512,             /* of blocks for rows whose regions they can hold */
     LONG_THREADS = 1024
 };
-static_assert(LONG_THREADS * CHOICE_KEYS == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK,
+static_assert(LONG_THREADS * CHOICE_VALUES == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK,
               "plan.h");
 
 struct select_params {
@@ -28,7 +28,7 @@ struct select_params {
     int regions, width; /* of the scores; most historical regions of a row */
 };
 
-template <int THREADS>
+template <int THREADS, bool KEPT>
 __global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constant__ select_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constan
         region = *(const int64_t *)p.current.at(row);
     row_scores scores = {(const float *)p.scores.at(row), p.peaks ? (const float *)p.peaks.at(row) : nullptr,
                          (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1), p.aligned};
-    choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
+    choose_list(*(choice_scratch<THREADS, KEPT> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
                 [] { wait_for_kernel_ahead(); });
 }
 
@@ -58,36 +58,54 @@ csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_ten
     return CSA_OK;
 }
 
-csa_status queue_select(const select_params &p, int64_t rows, bool overlap, void *stream)
+struct variant {
+    void (*run)(select_params);
+    unsigned threads;
+    size_t shared;
+};
+
+/* Keeping the values of long rows takes shared memory that not all GPUs have. */
+variant find_variant(bool is_short, bool portable)
 {
+    if (is_short)
+        return {select_kernel<SHORT_THREADS, true>, SHORT_THREADS, sizeof(choice_scratch<SHORT_THREADS, true>)};
+    if (portable)
+        return {select_kernel<LONG_THREADS, false>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, false>)};
+    return {select_kernel<LONG_THREADS, true>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, true>)};
+}
+
+csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
+                        void *stream)
+{
+    variant v = find_variant(p.regions <= SHORT_THREADS * CHOICE_VALUES, context->portable);
     csa_launch l;
-    bool is_short = p.regions <= SHORT_THREADS * CHOICE_KEYS;
     l.grid = dim3((unsigned)rows);
-    l.block = dim3(is_short ? SHORT_THREADS : LONG_THREADS);
-    l.shared = is_short ? sizeof(choice_scratch<SHORT_THREADS>) : sizeof(choice_scratch<LONG_THREADS>);
+    l.block = dim3(v.threads);
+    l.shared = v.shared;
     l.stream = stream;
-    l.overlap = overlap;
-    return rows == 0 ? CSA_OK
-                     : csa_queue("select",
-                                 is_short ? select_kernel<SHORT_THREADS> : select_kernel<LONG_THREADS>, l, p);
+    l.overlap = overlap && !context->portable;
+    return rows == 0 ? CSA_OK : csa_queue("select", v.run, l, p);
 }
 
 } // namespace
 
 csa_status csa_cuda_load_select(void)
 {
-    csa_status status = csa_load("select", select_kernel<SHORT_THREADS>, sizeof(choice_scratch<SHORT_THREADS>));
-    return status != CSA_OK
-               ? status
-               : csa_load("select", select_kernel<LONG_THREADS>, sizeof(choice_scratch<LONG_THREADS>));
+    csa_status status = CSA_OK;
+    for (int i = 0; i < 3 && status == CSA_OK; i++) {
+        variant v = find_variant(i == 0, i == 1);
+        if (v.shared <= csa_most_shared())
+            status = csa_load("select", v.run, v.shared);
+    }
+    return status;
 }
 
-csa_status csa_cuda_select(const csa_context *, const csa_select_args *args)
+csa_status csa_cuda_select(const csa_context *context, const csa_select_args *args)
 {
     select_params p = {};
     csa_status status = fill_params(p, args->scores, args->selected);
     p.current = csa_view(args->current);
-    return status == CSA_OK ? queue_select(p, args->scores.shape[0], false, args->stream) : status;
+    return status == CSA_OK ? queue_select(context, p, args->scores.shape[0], false, args->stream) : status;
 }
 
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
@@ -102,5 +120,5 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     p.first = (uint32_t)span.first;
     p.groups = (uint32_t)(args->scores.shape[0] / span.count);
     p.from_tokens = true;
-    return queue_select(p, args->scores.shape[0], span.overlap && !context->portable, args->stream);
+    return queue_select(context, p, args->scores.shape[0], span.overlap, args->stream);
 }

@@ -61,7 +61,7 @@ struct form {
         const form *form;
         size_t with; /* not looked at if this tensor is absent */
     } nested[3];
-    size_t workspace;
+    size_t workspace, scratch; /* the latter needs no warming up */
     bool scales;
 };
 
@@ -177,6 +177,9 @@ static void *add_descriptor(mirror *m, const form *f, const void *from)
     }
     if (f->workspace)
         m->workspace = (csa_workspace *)(void *)(copy + f->workspace);
+    csa_workspace *scratch = (csa_workspace *)(void *)(copy + f->scratch);
+    if (f->scratch && scratch->bytes)
+        add_place(m, &scratch->data, scratch->data, (uint8_t *)scratch->data + scratch->bytes);
     return copy;
 }
 
@@ -561,7 +564,8 @@ MIRROR(csa_summarize_prefill, csa_summarize_args, TENSORS(RUN(key, 3)), NESTED(T
 MIRROR(csa_summarize_metadata, csa_summarize_args, TENSORS(RUN(metadata, 1)), .unread = 2, NESTED(TOKENS))
 MIRROR(csa_score, csa_score_args, TENSORS(RUN(query, 3)), NESTED(TOKENS, CACHE, ROWS(rows_out)))
 MIRROR(csa_select, csa_select_args, TENSORS(RUN(scores, 3)))
-MIRROR(csa_attend, csa_attend_args, TENSORS(RUN(query, 5)), NESTED(TOKENS, CACHE, ROWS(rows)))
+MIRROR(csa_attend, csa_attend_args, TENSORS(RUN(query, 5)), NESTED(TOKENS, CACHE, ROWS(rows)),
+       .scratch = offsetof(csa_attend_args, workspace))
 MIRROR(csa_gate, csa_gate_args, TENSORS(RUN(attention, 4)))
 MIRROR(csa_decode, csa_step_args, STEP)
 MIRROR_PLANNED(csa_prefill, csa_step_args, STEP)

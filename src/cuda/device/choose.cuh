@@ -28,7 +28,7 @@
 
 enum {
     CHOICE_QUADS = 4, /* of a thread */
-    CHOICE_KEYS = 4 * CHOICE_QUADS,
+    CHOICE_VALUES = 4 * CHOICE_QUADS,
     CHOICE_FEW = 32 /* keys that are ranked against each other */
 };
 
@@ -37,11 +37,11 @@ struct best_keys {
     uint32_t threshold, share;
 };
 
-template <int THREADS> struct choice_scratch {
+template <int THREADS, bool KEPT> struct choice_scratch {
     uint32_t bins[2 * THREADS];
     uint32_t groups[2][2 * THREADS];        /* listed at a level, and at the one before */
-    float held[CHOICE_KEYS * THREADS];      /* what reaches the bound, in order, and NaN */
-    uint16_t places[CHOICE_KEYS * THREADS]; /* where it stands among the level's */
+    uint16_t held[CHOICE_VALUES * THREADS]; /* places of what reaches the bound, in order, and of NaN */
+    float values[KEPT ? CHOICE_VALUES * THREADS : 1]; /* which these are, else they are loaded again */
     uint32_t warps[3][THREADS / 32];
     uint32_t bin, above, within;
     uint32_t few[CHOICE_FEW], few_count;
@@ -75,30 +75,31 @@ static __device__ __forceinline__ float number_of(uint32_t key)
     return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~max(key, LEAST));
 }
 
-/* What a level looks at: values of which 1 << log neighbours make one, their largest. */
+/* What a level looks at: the largest of each 1 << log of so many numbers. */
 struct level_values {
-    const float *values;
-    int count; /* of the values */
+    const float *numbers;
+    int count;
     int log;
     bool aligned;
 };
 
-/* The largest of values [at, at + 1 << log), NaN only if nothing else; past the end there is -infinity. */
-static __device__ __noinline__ float largest_value(level_values v, int64_t at)
+/* NaN only if there is nothing else; past the end there is -infinity. */
+static __device__ __noinline__ float largest_value(level_values v, int value)
 {
-    int64_t end = min(at + ((int64_t)1 << v.log), (int64_t)v.count);
+    int64_t at = (int64_t)value << v.log, end = min(at + ((int64_t)1 << v.log), (int64_t)v.count);
     float most = at < end ? NAN : -INFINITY;
-#pragma unroll 8
+    for (; v.aligned && at % 4 == 0 && at + 4 <= end; at += 4) {
+        float4 x = *(const float4 *)(v.numbers + at);
+        most = fmaxf(most, fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)));
+    }
     for (; at < end; at++)
-        most = fmaxf(most, v.values[at]);
+        most = fmaxf(most, v.numbers[at]);
     return most;
 }
 
-static __device__ __noinline__ float4 load_quad_slowly(level_values v, int at)
+static __device__ __forceinline__ float load_value(const level_values &v, int value)
 {
-    int64_t first = at;
-    return make_float4(largest_value(v, first << v.log), largest_value(v, (first + 1) << v.log),
-                       largest_value(v, (first + 2) << v.log), largest_value(v, (first + 3) << v.log));
+    return v.log == 0 ? v.numbers[value] : largest_value(v, value);
 }
 
 /* ---- Over the block ----------------------------------------------------------------------------- */
@@ -108,8 +109,8 @@ struct running_sum {
     uint32_t before, all;
 };
 
-template <int THREADS>
-static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS> &s, int buffer, uint32_t own)
+template <int THREADS, bool KEPT>
+static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS, KEPT> &s, int buffer, uint32_t own)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t sum = own;
@@ -132,8 +133,8 @@ struct key_range {
 
 /* Narrows a range to a bin that has the rank-th best key (from 1); `each` visits the thread's keys. Bins are
  * empty before and after. */
-template <int THREADS, typename Each>
-static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_range &range, uint32_t rank,
+template <int THREADS, bool KEPT, typename Each>
+static __device__ __forceinline__ void narrow(choice_scratch<THREADS, KEPT> &s, key_range &range, uint32_t rank,
                                               Each each)
 {
     constexpr int LOG = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : THREADS == 256 ? 9 : 8;
@@ -168,29 +169,38 @@ static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_ra
 
 /* ---- A level ------------------------------------------------------------------------------------ */
 
-/* The quads of a level, `each` of a thread: of the whole array (groups NULL) or, by twos, of listed groups. */
-struct level_quads {
-    int count, each;
+/* A level: so many quads, `each` of a thread, of all values (groups NULL) or, by twos, of listed groups. */
+struct level {
+    level_values values;
+    int all, count, each; /* values of the whole row; quads */
     const uint32_t *groups;
 
-    /* Which of the level's values the one at a place is. */
+    /* Which of the values the one at a place is. */
     __device__ __forceinline__ int value(int place) const
     {
         return groups ? (int)groups[place / CSA_PEAK] * CSA_PEAK + place % CSA_PEAK : place;
     }
+    /* The key of what is held. */
+    template <int THREADS, bool KEPT>
+    __device__ __forceinline__ uint32_t key(const choice_scratch<THREADS, KEPT> &s, int i) const
+    {
+        if constexpr (KEPT)
+            return key_of(s.values[i]);
+        else
+            return key_of(load_value(values, value(s.held[i])));
+    }
 };
 
-/* Brings what reaches a bound, as at least `rank` do if there are so many, and NaN to shared memory, in order;
- * the range of the keys that reach it, and how many are held as `within`. `count`: values of the whole level;
- * `ready` returns once they may be read. */
-template <int THREADS, typename Ready>
-static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> &s, const level_values &v,
-                                                        level_quads quads, int count, uint32_t rank,
-                                                        Ready ready)
+/* Brings the places of what reaches a bound, as at least `rank` do if there are so many, and of NaN to shared
+ * memory, in order; the range of the keys that reach it, and how many are held as `within`. `count`: values of
+ * the whole level; `ready` returns once they may be read. */
+template <int THREADS, bool KEPT, typename Ready>
+static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, KEPT> &s, const level &l,
+                                                        uint32_t rank, Ready ready)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * quads.each * 32 + lane;
-    bool bounded = (uint32_t)quads.count > rank; /* so many reach the smallest of the quads' largest */
-    bool plain = v.log == 0 && v.aligned;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * l.each * 32 + lane;
+    bool bounded = (uint32_t)l.count > rank; /* so many reach the smallest of the quads' largest */
+    bool plain = l.values.log == 0 && l.values.aligned;
     float value[CHOICE_QUADS][4];
     int at[CHOICE_QUADS]; /* -1: nothing */
     uint32_t most[CHOICE_QUADS], low = ~0U, high = 0;
@@ -200,25 +210,26 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> 
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
         int quad = first + 32 * i;
-        at[i] = i < quads.each && quad < quads.count ? quads.value(4 * quad) : -1;
+        at[i] = i < l.each && quad < l.count ? l.value(4 * quad) : -1;
     }
     ready();
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) { /* loads do not wait for each other */
         float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        if (plain && at[i] >= 0 && at[i] <= v.count - 4)
-            x = *(const float4 *)(v.values + at[i]);
+        if (plain && at[i] >= 0 && at[i] <= l.values.count - 4)
+            x = *(const float4 *)(l.values.numbers + at[i]);
         value[i][0] = x.x, value[i][1] = x.y, value[i][2] = x.z, value[i][3] = x.w;
     }
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
-        if (i >= quads.each) {
+        if (i >= l.each) {
             most[i] = CSA_NO_KEY;
             continue;
         }
-        if (at[i] >= 0 && (!plain || at[i] > v.count - 4)) {
-            float4 x = load_quad_slowly(v, at[i]);
-            value[i][0] = x.x, value[i][1] = x.y, value[i][2] = x.z, value[i][3] = x.w;
+        if (at[i] >= 0 && (!plain || at[i] > l.values.count - 4)) {
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                value[i][k] = largest_value(l.values, at[i] + k);
         }
         float largest = fmaxf(fmaxf(value[i][0], value[i][1]), fmaxf(value[i][2], value[i][3]));
         most[i] = at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
@@ -227,7 +238,7 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> 
         if (!bounded && at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                low = at[i] + k < count ? min(low, key_of(value[i][k]) - 1) : low;
+                low = at[i] + k < l.all ? min(low, key_of(value[i][k]) - 1) : low;
     }
     low = __reduce_min_sync(~0U, low);
     high = __reduce_max_sync(~0U, high);
@@ -243,7 +254,7 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> 
         narrow(s, range, rank, [&](auto visit) {
 #pragma unroll
             for (int i = 0; i < CHOICE_QUADS; i++)
-                if (i < quads.each)
+                if (i < l.each)
                     visit(most[i]);
         });
     /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
@@ -251,7 +262,7 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> 
     uint32_t counts = 0;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++)
-        if (i < quads.each && at[i] >= 0)
+        if (i < l.each && at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 counts += (uint32_t) !(value[i][k] < bound) << 8 * i;
@@ -271,37 +282,40 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS> 
     range.within = __reduce_add_sync(~0U, in_warps);
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
-        if (i >= quads.each)
+        if (i >= l.each)
             continue;
         uint32_t to = before + (sums >> 8 * i & 0xFF);
         if (counts >> 8 * i & 0xFF)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 if (!(value[i][k] < bound)) {
-                    s.held[to] = value[i][k];
-                    s.places[to++] = (uint16_t)((first + 32 * i) * 4 + k);
+                    if (KEPT)
+                        s.values[to] = value[i][k];
+                    s.held[to++] = (uint16_t)((first + 32 * i) * 4 + k);
                 }
         before += of_warp >> 8 * i & 0xFF;
     }
     __syncthreads();
     if (bound == -INFINITY) { /* all are held, what stands past the end, too, as the last */
         range.low = CSA_NAN_KEY;
-        while (quads.value(s.places[range.within - 1]) >= count)
+        while (l.value(s.held[range.within - 1]) >= l.all)
             range.within--;
     }
     return {range.low, high, 0, range.within};
 }
 
 /* The rank-th best of the held keys, which is one of the few in the range: warps rank them in turn. */
-template <int THREADS>
-static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s, int held, key_range range,
-                                                     uint32_t rank)
+template <int THREADS, bool KEPT>
+static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, KEPT> &s, const level &l, int held,
+                                                     key_range range, uint32_t rank)
 {
     uint32_t lane = threadIdx.x % 32, span = range.high - range.low;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < held; i += THREADS)
-        if (key_of(s.held[i]) - range.low <= span)
-            s.few[atomicAdd(&s.few_count, 1U) % CHOICE_FEW] = key_of(s.held[i]);
+    for (int i = threadIdx.x; i < held; i += THREADS) {
+        uint32_t key = l.key(s, i);
+        if (key - range.low <= span)
+            s.few[atomicAdd(&s.few_count, 1U) % CHOICE_FEW] = key;
+    }
     __syncthreads();
     uint32_t own = lane < range.within ? s.few[lane] : (uint32_t)CSA_NO_KEY;
     rank -= range.above;
@@ -320,9 +334,9 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s,
 }
 
 /* Finds the rank-th best of the held keys. */
-template <int THREADS>
-static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s, key_range range,
-                                                      uint32_t rank)
+template <int THREADS, bool KEPT>
+static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS, KEPT> &s, const level &l,
+                                                      key_range range, uint32_t rank)
 {
     int held = (int)range.within;
 #pragma unroll 1
@@ -330,38 +344,39 @@ static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s
         narrow(s, range, rank, [&](auto visit) {
 #pragma unroll 1
             for (int i = threadIdx.x; i < held; i += THREADS)
-                visit(key_of(s.held[i]));
+                visit(l.key(s, i));
         });
         if (range.low == range.high || range.within == 0)
             return {range.low, rank - range.above};
         if (range.within <= CHOICE_FEW)
-            return rank_few(s, held, range, rank);
+            return rank_few(s, l, held, range, rank);
     }
 }
 
 /* Writes where the best of the held keys stand, in order, to `to`, which has room for `most`; how many they
  * are. */
-template <int THREADS, typename To>
-static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int held, level_quads quads,
+template <int THREADS, bool KEPT, typename To>
+static __device__ __forceinline__ int write_best(choice_scratch<THREADS, KEPT> &s, const level &l, int held,
                                                  best_keys best, To *to, uint32_t most)
 {
     int each = (held + THREADS - 1) / THREADS, first = (int)threadIdx.x * each, end = min(first + each, held);
     uint32_t better = 0, ties = 0;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        better += key_of(s.held[i]) > best.threshold;
-        ties += key_of(s.held[i]) == best.threshold;
+        uint32_t key = l.key(s, i);
+        better += key > best.threshold;
+        ties += key == best.threshold;
     }
     running_sum sum = scan(s, 1, better | ties << 16); /* two sums at once */
     better = sum.before & 0xFFFF, ties = sum.before >> 16;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        uint32_t key = key_of(s.held[i]);
+        uint32_t key = l.key(s, i);
         bool tied = key == best.threshold;
         uint32_t place = better + min(ties, best.share);
         if (key < best.threshold || (tied && ties >= best.share) || place >= most)
             continue;
-        to[place] = (To)quads.value(s.places[i]);
+        to[place] = (To)l.value(s.held[i]);
         better += !tied;
         ties += tied;
     }
@@ -373,39 +388,42 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
 
 /* Writes the `rank` best of more regions than that, in order; rank <= THREADS if they do not fit the threads.
  */
-template <int THREADS, typename Ready>
-static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores &row, uint32_t rank,
+template <int THREADS, bool KEPT, typename Ready>
+static __device__ void choose_best(choice_scratch<THREADS, KEPT> &s, const row_scores &row, uint32_t rank,
                                    int64_t *entries, Ready ready)
 {
     int shift = 0; /* scores of a key, as a power of two */
-    while ((row.count - 1) >> shift >= CHOICE_KEYS * THREADS)
+    while ((row.count - 1) >> shift >= CHOICE_VALUES * THREADS)
         shift += CSA_PEAK_SHIFT;
-    level_quads quads = {(((row.count - 1) >> shift) + 4) / 4, 0, nullptr};
+    level l = {};
+    l.count = (((row.count - 1) >> shift) + 4) / 4;
 #pragma unroll 1
     for (;; shift -= CSA_PEAK_SHIFT) {
-        bool by_peaks = row.peaks && shift >= CSA_PEAK_SHIFT;
-        level_values v = {by_peaks ? row.peaks : row.scores,
-                          by_peaks ? (row.count + CSA_PEAK - 1) / CSA_PEAK : row.count,
-                          by_peaks ? shift - CSA_PEAK_SHIFT : shift, row.aligned};
-        quads.each = (quads.count + THREADS - 1) / THREADS;
-        key_range held = hold_values(s, v, quads, ((row.count - 1) >> shift) + 1, rank, ready);
-        best_keys best = find_best(s, held, rank);
+        if (row.peaks && shift >= CSA_PEAK_SHIFT)
+            l.values = {row.peaks, (row.count + CSA_PEAK - 1) / CSA_PEAK, shift - CSA_PEAK_SHIFT, row.aligned};
+        else
+            l.values = {row.scores, row.count, shift, row.aligned};
+        l.all = ((row.count - 1) >> shift) + 1;
+        l.each = (l.count + THREADS - 1) / THREADS;
+        key_range reach = hold_values(s, l, rank, ready);
+        int held = (int)reach.within;
+        best_keys best = find_best(s, l, reach, rank);
         if (shift == 0) {
-            write_best(s, (int)held.within, quads, best, entries, rank);
+            write_best(s, l, held, best, entries, rank);
             return;
         }
         uint32_t *groups = s.groups[shift / CSA_PEAK_SHIFT % 2];
         best.share = rank;
-        quads.count = 2 * write_best(s, (int)held.within, quads, best, groups, 2 * THREADS);
-        quads.groups = groups;
+        l.count = 2 * write_best(s, l, held, best, groups, 2 * THREADS);
+        l.groups = groups;
     }
 }
 
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,
  * row.count (-1: no region at all), and the current one. ready() returns once the scores may be read and the
  * columns written. */
-template <int THREADS, typename Ready>
-static __device__ void choose_list(choice_scratch<THREADS> &s, const row_scores &row, int width,
+template <int THREADS, bool KEPT, typename Ready>
+static __device__ void choose_list(choice_scratch<THREADS, KEPT> &s, const row_scores &row, int width,
                                    int64_t *entries, Ready ready)
 {
     int current = row.count;
