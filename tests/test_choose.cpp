@@ -103,19 +103,22 @@ std::vector<int64_t> expect(const std::vector<float> &scores, int width)
 template <int THREADS, bool KEPT>
 bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
 {
-    std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores);
+    std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores), shifted(1);
+    shifted.insert(shifted.end(), scores.begin(), scores.end());
+    bool shift = r() % 4 == 0; /* scores that are not aligned */
+    const float *values = shift ? shifted.data() + 1 : scores.data();
     std::vector<int64_t> columns((size_t)width + 1, -77);
     auto scratch = std::make_unique<choice_scratch<THREADS, KEPT>>();
     memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
-    bool aligned = (uintptr_t)scores.data() % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
-    row_scores row = {scores.data(), with_peaks ? peaks.data() : nullptr, count, aligned};
+    bool aligned = (uintptr_t)values % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
+    row_scores row = {values, with_peaks ? peaks.data() : nullptr, count, aligned};
     choice_scratch<THREADS, KEPT> &s = *scratch;
     int64_t *to = columns.data();
     run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
     if (columns == expect(scores, width))
         return true;
-    printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads\n", count, width, sort,
-           with_peaks ? "with" : "without", THREADS);
+    printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads, %s\n", count, width, sort,
+           with_peaks ? "with" : "without", THREADS, shift ? "not aligned" : "aligned");
     return false;
 }
 

@@ -20,7 +20,8 @@
  * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest
  * value by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
  *
- * Bound by memory: a multiprocessor has four blocks or more, of which each has some 25 KB (bf16) under way.
+ * Bound by memory: a multiprocessor has four blocks of two warps (bf16; of e4m3 as many as share it evenly), of
+ * which each has 25 to 49 KB under way.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "attend_join.cuh"
@@ -55,8 +56,10 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
     }
     const row_extent at(p, blockIdx.x);
     int unit = WHOLE ? 0 : (int)blockIdx.y * p.part, end = WHOLE ? at.units : min(unit + p.part, at.units);
-    if (!WHOLE && unit >= end)
+    if (!WHOLE && unit >= end) {
+        wait_for_kernel_ahead(); /* that this kernel is done shall say that those ahead are */
         return;
+    }
     const uint8_t *query = p.query.at(at.token, at.group);
     for (int half = threadIdx.x / 32; half < 2; half += WARPS)
         if (p.query_aligned)
@@ -235,7 +238,7 @@ csa_status csa_cuda_load_attend(void)
 }
 
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
-                                void *records, int64_t room)
+                                bool overlap, void *records, int64_t room)
 {
     attend_params p = {};
     if (span.count == 0)
@@ -275,13 +278,13 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "cache.kv: %lld blocks, at most 2^28 regions are supported",
                              (long long)kv.shape[0]);
     int64_t rows = args->query.shape[0] * args->query.shape[1];
-    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, room, span.overlap, args->stream);
+    return queue_attend(context, p, kv.dtype != CSA_BF16, rows, room, overlap, args->stream);
 }
 
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
-    csa_span all = {0, args->query.shape[0], false};
+    csa_span all = {0, args->query.shape[0]};
     size_t room = args->workspace.bytes / CSA_RECORD_BYTES;
-    return csa_cuda_attend_span(context, args, all, args->workspace.data,
+    return csa_cuda_attend_span(context, args, all, false, args->workspace.data,
                                 room < CSA_RECORDS ? (int64_t)room : CSA_RECORDS);
 }

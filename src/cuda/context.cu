@@ -74,7 +74,12 @@ static bool supported(const cudaDeviceProp *p)
 
 static const char *best_tier(const cudaDeviceProp *p)
 {
-    return p->major == TUNED_MAJOR && p->minor == 0 ? "sm90" : "portable";
+    const int built[] = {__CUDA_ARCH_LIST__};
+    bool tuned =
+        false; /* is there code that was compiled for it, not just what the driver makes of another's? */
+    for (int architecture : built)
+        tuned = tuned || architecture == 10 * (10 * TUNED_MAJOR);
+    return tuned && p->major == TUNED_MAJOR && p->minor == 0 ? "sm90" : "portable";
 }
 
 /* How many GPUs there are; if none, `why` (of 128 bytes) says why. The runtime calls a missing driver too old.

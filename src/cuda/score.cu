@@ -178,6 +178,16 @@ template <bool ALIGNED> __device__ uint32_t load_word(const uint8_t *q)
     return ALIGNED ? *(const uint32_t *)q : q[0] | q[1] << 8 | q[2] << 16 | (uint32_t)q[3] << 24;
 }
 
+/* Which of a run's tokens a batch's row is of, and its group. */
+struct row_place {
+    uint32_t of, group;
+
+    __device__ row_place(const score_params &p, uint32_t row)
+        : of(quotient(row, p.groups)), group(row - of * p.groups)
+    {
+    }
+};
+
 /* Loads the queries and weights of a batch's rows, and says where their scores go. */
 template <bool ALIGNED, int PACKS>
 __device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start,
@@ -187,9 +197,9 @@ __device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_
 #pragma unroll 1
     for (uint32_t pack = 0; pack < (uint32_t)rows.packs; pack++) {
         uint32_t row = (pack >> rows.quad_shift) * 4 + g / 2, head = (pack & (quads - 1)) * 4 + g % 2;
-        uint32_t of = quotient(rows.first + row, p.groups), group = rows.first + row - of * p.groups;
+        row_place at(p, rows.first + row);
         bool low = row < rows.count && head < p.heads, high = row < rows.count && head + 2 < p.heads;
-        const uint8_t *query = p.query.at(rows.token + of, group, head) + t * 16;
+        const uint8_t *query = p.query.at(rows.token + at.of, at.group, head) + t * 16;
 #pragma unroll
         for (int i = 0; i < STEPS / WARPS; i++) {
             int step = threadIdx.x / 32 * (STEPS / WARPS) + i, byte = step / 4 * 64 + step % 4 * 4;
@@ -202,13 +212,13 @@ __device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < PACKS * 16; i += THREADS) {
         uint32_t row = (i / 16 >> rows.quad_shift) * 4 + i / 4 % 4, head = (i / 16 & (quads - 1)) * 4 + i % 4;
-        uint32_t of = quotient(rows.first + row, p.groups), group = rows.first + row - of * p.groups;
+        row_place at(p, rows.first + row);
         bool real = row < rows.count;
         ((float *)b.weight)[i] =
-            real && head < p.heads ? ((const float *)p.weights.at(rows.token + of, group))[head] : 0.0F;
+            real && head < p.heads ? ((const float *)p.weights.at(rows.token + at.of, at.group))[head] : 0.0F;
         if (head == 0) {
             uint32_t all = rows.token * p.groups + rows.first + row;
-            b.need[row] = real ? w.need[start + of] : 0;
+            b.need[row] = real ? w.need[start + at.of] : 0;
             b.scores[row] = real ? (float *)p.scores.at(all) : nullptr;
             b.peaks[row] = real ? (float *)p.peaks.at(all) : nullptr;
         }
@@ -374,8 +384,8 @@ __device__ bool has_further_heads(const score_params &p, uint32_t token, int row
     bool further = false;
 #pragma unroll 1
     for (uint32_t row = threadIdx.x; row < (uint32_t)rows; row += THREADS) {
-        uint32_t of = quotient(row, p.groups);
-        const float *weights = (const float *)p.weights.at(token + of, row - of * p.groups);
+        row_place at(p, row);
+        const float *weights = (const float *)p.weights.at(token + at.of, at.group);
 #pragma unroll 4
         for (uint32_t head = 4; head < p.heads; head++)
             further |= weights[head] != 0.0F;

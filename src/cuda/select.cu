@@ -13,7 +13,7 @@ namespace
 {
 
 enum {
-    MAX_REGIONS = INT32_MAX - 65536, /* indices of what is read past a row's end stay ints */
+    MAX_REGIONS = INT32_MAX - 65536, /* indices past a row's end stay ints */
     SHORT_THREADS = 512,             /* of blocks for rows whose regions they can hold */
     LONG_THREADS = 1024
 };
@@ -65,11 +65,11 @@ struct variant {
 };
 
 /* Keeping the values of long rows takes shared memory that not all GPUs have. */
-variant find_variant(bool is_short, bool portable)
+variant find_variant(bool is_short, bool keep)
 {
     if (is_short)
         return {select_kernel<SHORT_THREADS, true>, SHORT_THREADS, sizeof(choice_scratch<SHORT_THREADS, true>)};
-    if (portable)
+    if (!keep)
         return {select_kernel<LONG_THREADS, false>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, false>)};
     return {select_kernel<LONG_THREADS, true>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, true>)};
 }
@@ -77,7 +77,7 @@ variant find_variant(bool is_short, bool portable)
 csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
                         void *stream)
 {
-    variant v = find_variant(p.regions <= SHORT_THREADS * CHOICE_VALUES, context->portable);
+    variant v = find_variant(p.regions <= SHORT_THREADS * CHOICE_VALUES, !context->portable);
     csa_launch l;
     l.grid = dim3((unsigned)rows);
     l.block = dim3(v.threads);
@@ -93,8 +93,8 @@ csa_status csa_cuda_load_select(void)
 {
     csa_status status = CSA_OK;
     for (int i = 0; i < 3 && status == CSA_OK; i++) {
-        variant v = find_variant(i == 0, i == 1);
-        if (v.shared <= csa_most_shared())
+        variant v = find_variant(i == 0, i == 2);
+        if (i < 2 || v.shared <= csa_most_shared())
             status = csa_load("select", v.run, v.shared);
     }
     return status;
@@ -109,7 +109,7 @@ csa_status csa_cuda_select(const csa_context *context, const csa_select_args *ar
 }
 
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
-                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks)
+                                const csa_tokens *tokens, csa_span span, bool overlap, const csa_tensor *peaks)
 {
     select_params p = {};
     csa_status status = fill_params(p, args->scores, args->selected);
@@ -120,5 +120,5 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     p.first = (uint32_t)span.first;
     p.groups = (uint32_t)(args->scores.shape[0] / span.count);
     p.from_tokens = true;
-    return queue_select(context, p, args->scores.shape[0], span.overlap, args->stream);
+    return queue_select(context, p, args->scores.shape[0], overlap, args->stream);
 }

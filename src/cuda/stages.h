@@ -37,10 +37,9 @@ csa_status csa_cuda_prepare_and_summarize(const csa_context *context, const csa_
 /* ---- What a step asks of score, select and attend beyond their own calls ------------------------ */
 
 /* Tokens [first, first + count) of `tokens` are worked on; tensors of the arguments below start at the first.
- * overlap: a kernel may start before the one of the same step ahead of it has ended. */
+ * Score starts when all that is ahead in the stream has ended; kernels behind it may overlap the one ahead. */
 struct csa_span {
     int64_t first, count;
-    bool overlap;
 };
 
 /* Scores what select will rank and nothing else: no row of up to `width` historical regions, no current region.
@@ -50,10 +49,10 @@ csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args 
 
 /* Selection in a step: current regions follow from the tokens. */
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,
-                                const csa_tokens *tokens, csa_span span, const csa_tensor *peaks);
+                                const csa_tokens *tokens, csa_span span, bool overlap, const csa_tensor *peaks);
 
 /* Attention in a step: behind select, with room for so many records of parts of rows. */
 csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_args *args, csa_span span,
-                                void *records, int64_t room);
+                                bool overlap, void *records, int64_t room);
 
 #endif

@@ -1,7 +1,7 @@
 /*
- * Whole steps: score, select and attend queued one behind the other, chunk by chunk. The kernels overlap: each
- * starts while the one ahead ends, and waits before it reads what that one wrote.
- * SPDX-License-Identifier: Apache-2.0
+ * Whole steps: score, select and attend queued one behind the other, chunk by chunk. Those behind score overlap
+ * the kernel ahead: they start while it ends, and wait before they read what it wrote. Score itself does not,
+ * so that what was written before a chunk may be read at any time. SPDX-License-Identifier: Apache-2.0
  */
 #include "../step.h"
 #include "../tensor.h"
@@ -14,7 +14,7 @@ namespace
 csa_status run_chunk(const csa_context *context, const csa_step_args *a, const csa_chunk *chunk)
 {
     int64_t groups = a->query.shape[1], first_row = chunk->first * groups, rows = chunk->count * groups;
-    csa_span span = {chunk->first, chunk->count, true};
+    csa_span span = {chunk->first, chunk->count};
     csa_rows rows_out = csa_slice_rows(a->rows_out, first_row, rows);
     csa_score_args score = {};
     score.tokens = a->tokens;
@@ -46,14 +46,13 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
     csa_tensor peaks = {};
     if (csa_peak_stride(chunk->shape) > 0)
         peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
-    csa_span behind_score = span;
     /* Select reads the tokens before it waits: without a kernel of score, what is ahead may be writing them. */
-    behind_score.overlap = a->rows_out || chunk->regions > a->topk;
+    bool behind_score = a->rows_out || chunk->regions > a->topk;
     csa_status status = csa_cuda_score_span(context, &score, span, select.selected.shape[1] - 1, &peaks);
     if (status == CSA_OK)
-        status = csa_cuda_select_span(context, &select, a->tokens, behind_score, &peaks);
+        status = csa_cuda_select_span(context, &select, a->tokens, span, behind_score, &peaks);
     if (status == CSA_OK)
-        status = csa_cuda_attend_span(context, &attend, span, chunk->scratch.records,
+        status = csa_cuda_attend_span(context, &attend, span, true, chunk->scratch.records,
                                       csa_record_count(chunk->shape));
     return status;
 }

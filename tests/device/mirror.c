@@ -565,7 +565,7 @@ MIRROR(csa_summarize_metadata, csa_summarize_args, TENSORS(RUN(metadata, 1)), .u
 MIRROR(csa_score, csa_score_args, TENSORS(RUN(query, 3)), NESTED(TOKENS, CACHE, ROWS(rows_out)))
 MIRROR(csa_select, csa_select_args, TENSORS(RUN(scores, 3)))
 MIRROR(csa_attend, csa_attend_args, TENSORS(RUN(query, 5)), NESTED(TOKENS, CACHE, ROWS(rows)),
-       .scratch = offsetof(csa_attend_args, workspace))
+       .scratch = AT(workspace))
 MIRROR(csa_gate, csa_gate_args, TENSORS(RUN(attention, 4)))
 MIRROR(csa_decode, csa_step_args, STEP)
 MIRROR_PLANNED(csa_prefill, csa_step_args, STEP)

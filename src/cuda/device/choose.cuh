@@ -192,8 +192,8 @@ struct level {
 };
 
 /* Brings the places of what reaches a bound, as at least `rank` do if there are so many, and of NaN to shared
- * memory, in order; the range of the keys that reach it, and how many are held as `within`. `count`: values of
- * the whole level; `ready` returns once they may be read. */
+ * memory, in order; the range of the keys that reach it, and how many are held as `within`. ready() returns
+ * once the values may be read. */
 template <int THREADS, bool KEPT, typename Ready>
 static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, KEPT> &s, const level &l,
                                                         uint32_t rank, Ready ready)
@@ -226,11 +226,10 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, 
             most[i] = CSA_NO_KEY;
             continue;
         }
-        if (at[i] >= 0 && (!plain || at[i] > l.values.count - 4)) {
+        if (at[i] >= 0 && (!plain || at[i] > l.values.count - 4))
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 value[i][k] = largest_value(l.values, at[i] + k);
-        }
         float largest = fmaxf(fmaxf(value[i][0], value[i][1]), fmaxf(value[i][2], value[i][3]));
         most[i] = at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
         high = max(high, most[i]);

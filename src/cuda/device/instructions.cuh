@@ -39,8 +39,8 @@ static __device__ __forceinline__ void mma_bf16(float (&c)[4], uint4 a, uint32_t
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-/* Two 8x8 matrices of 16-bit values, transposed: lanes 0-7 name the rows of the first, 8-15 of the second; four
- * with all lanes. A lane gets row 2t, 2t+1 of column g: operand b of the products above. */
+/* Four 8x8 matrices of 16-bit values, transposed: lanes 0-7 name the rows of the first, 8-15 of the second, and
+ * so on. A lane gets row 2t, 2t+1 of column g: operand b of the products above. */
 static __device__ __forceinline__ void load_transposed_4(uint32_t (&m)[4], uint32_t row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
