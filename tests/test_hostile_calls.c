@@ -175,18 +175,20 @@ static void test_bounded_scratch(void **state)
 static void test_reused_scratch(void **state)
 {
     (void)state;
-    static uint64_t scratch[1 << 17];
     const world_shape shapes[] = {
         {.requests = 3, .groups = 2, .max_length = 300, .topk = 5},
         {.requests = 1, .heads = 16, .exact_length = 10, .topk = 40},
         {.requests = 6, .query_len = 3, .groups = 3, .max_length = 500, .topk = 1},
     };
-    uint64_t *aligned = (uint64_t *)(void *)(((uintptr_t)scratch + 255) / 256 * 256);
+    csa_workspace scratch = {NULL, (size_t)17 << 20}; /* cuda takes 16 MiB for any step */
+    scratch.data = aligned_alloc(256, scratch.bytes);
+    CHECK(scratch.data != NULL);
+    memset(scratch.data, 0, scratch.bytes);
     for (int i = 0; i < 9; i++) {
         world clean, used;
         world_make(&clean, shapes[i % 3], 9200 + (uint64_t)i);
         world_make(&used, shapes[i % 3], 9200 + (uint64_t)i);
-        used.workspace = (csa_workspace){aligned, sizeof scratch - 256};
+        used.workspace = scratch;
         csa_step_args a = world_step(&clean), b = world_step(&used);
         CHECK_OK(csa_decode(plain_context(), &a));
         CHECK_OK(csa_decode(plain_context(), &b));
@@ -195,6 +197,7 @@ static void test_reused_scratch(void **state)
         world_end(&clean);
         world_end(&used);
     }
+    free(scratch.data);
 }
 
 /* One token at a time, or a few: the same bits as all at once. */
