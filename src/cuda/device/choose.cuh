@@ -104,26 +104,44 @@ static __device__ __forceinline__ float load_value(const level_values &v, int va
 
 /* ---- Over the block ----------------------------------------------------------------------------- */
 
-/* The sum over the threads before, and over the block. `buffer` alternates. */
+/* The sum over the lanes up to this one. */
+static __device__ __forceinline__ uint32_t sum_lanes(uint32_t own)
+{
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        uint32_t other = __shfl_up_sync(~0U, own, step);
+        own += lane >= step ? other : 0;
+    }
+    return own;
+}
+
+/* What is before, and all there is. */
 struct running_sum {
     uint32_t before, all;
 };
 
+/* The sums over the warps, of what each one's last lane has. The block meets between two that take the same
+ * `buffer`. */
+template <int THREADS, bool KEPT>
+static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, KEPT> &s, int buffer,
+                                                        uint32_t of_last_lane)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 31)
+        s.warps[buffer][warp] = of_last_lane;
+    __syncthreads();
+    uint32_t of_warp = lane < THREADS / 32 ? s.warps[buffer][lane] : 0;
+    return {__reduce_add_sync(~0U, lane < warp ? of_warp : 0), __reduce_add_sync(~0U, of_warp)};
+}
+
+/* The sums over the threads before, and over the block. */
 template <int THREADS, bool KEPT>
 static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS, KEPT> &s, int buffer, uint32_t own)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        uint32_t other = __shfl_up_sync(~0U, sum, step);
-        sum += lane >= step ? other : 0;
-    }
-    if (lane == 31)
-        s.warps[buffer][warp] = sum;
-    __syncthreads();
-    uint32_t of_warp = lane < THREADS / 32 ? s.warps[buffer][lane] : 0;
-    return {__reduce_add_sync(~0U, lane < warp ? of_warp : 0) + sum - own, __reduce_add_sync(~0U, of_warp)};
+    uint32_t sum = sum_lanes(own);
+    running_sum warps = sum_warps(s, buffer, sum);
+    return {warps.before + sum - own, warps.all};
 }
 
 /* Keys [low, high], of which so many are above, and so many within. */
@@ -265,20 +283,12 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, 
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 counts += (uint32_t) !(value[i][k] < bound) << 8 * i;
-    uint32_t sums = counts;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        uint32_t other = __shfl_up_sync(~0U, sums, step);
-        sums += lane >= step ? other : 0;
-    }
-    uint32_t of_warp = __shfl_sync(~0U, sums, 31);
+    uint32_t sums = sum_lanes(counts), of_warp = __shfl_sync(~0U, sums, 31);
     sums -= counts;
-    if (lane == 0)
-        s.warps[2][warp] = (of_warp & 0xFF) + (of_warp >> 8 & 0xFF) + (of_warp >> 16 & 0xFF) + (of_warp >> 24);
-    __syncthreads();
-    uint32_t in_warps = lane < THREADS / 32 ? s.warps[2][lane] : 0;
-    uint32_t before = __reduce_add_sync(~0U, lane < warp ? in_warps : 0);
-    range.within = __reduce_add_sync(~0U, in_warps);
+    running_sum warps =
+        sum_warps(s, 2, (of_warp & 0xFF) + (of_warp >> 8 & 0xFF) + (of_warp >> 16 & 0xFF) + (of_warp >> 24));
+    uint32_t before = warps.before;
+    range.within = warps.all;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
         if (i >= l.each)
