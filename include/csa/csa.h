@@ -82,7 +82,8 @@
  *   and nothing waits for it. A fault of earlier work may be reported as CSA_ERROR_DEVICE.
  * - Any device may be the thread's current one: a call leaves it as it was. A context uses its device's primary
  *   context, so that streams of the runtime's and of the driver's API both fit.
- * - After csa_warm_up, every call on a context without `check` can be captured in a graph, in any capture mode.
+ * - After csa_warm_up (stages alone: after csa_context_create), every call on a context without `check` can be
+ *   captured in a graph, in any capture mode.
  *   Frozen by capture: pointers, shapes, strides, scalars and the plan. Read at replay: the contents of
  *   tensors, the values at k_scale and v_scale. Extents are capacities: fill up with padding. A graph may
  *   outlive the context.
@@ -339,8 +340,9 @@ typedef struct csa_rows {
     csa_tensor topk_lengths; /* int32 [R]: current */
 } csa_rows;
 
-/* Scratch the caller lends to a call, aligned to 256 bytes; csa_workspace_size says how much. Its contents mean
- * nothing to the caller, but cuda needs csa_warm_up on it before its first use and nobody else to write it. */
+/* Scratch the caller lends to a call, aligned to 256 bytes; csa_workspace_size says how much a whole step needs
+ * (csa_attend alone takes any amount). Its contents mean nothing to the caller, but on cuda a whole step's
+ * needs csa_warm_up before its first use and nobody else to write it. */
 typedef struct csa_workspace {
     void *data;
     size_t bytes;
@@ -474,8 +476,9 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
  * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
  * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
- * cuda: rows are cut into parts as far as the workspace has room (16 MiB let a step of any size be cut as
- * finely as pays); the bits are the same without, but few rows take several times as long.
+ * cuda: all rows are cut into parts if the workspace has room for them, 12,416 bytes each: R * ceil(columns /
+ * 64) parts or, where rows are few, R * ceil(columns / 8); more than 1280 (15.2 MiB) are never used. The bits
+ * are the same without, but few rows take several times as long.
  */
 typedef struct csa_attend_args {
     size_t size;
@@ -489,7 +492,7 @@ typedef struct csa_attend_args {
     csa_tensor lse; /* fp32 [T, G, H], out, optional: natural log of the sum of exp(scale * k_scale * q.k) */
     float scale;    /* of q.k; Step-5: 192^-0.5. 0 means 0: the plain mean of the values */
     void *stream;
-    csa_workspace workspace; /* of any size, or none; needs no csa_warm_up. Host back ends use none */
+    csa_workspace workspace; /* any number of bytes, 0: none; needs no csa_warm_up */
 } csa_attend_args;
 
 CSA_API csa_status csa_attend(const csa_context *context, const csa_attend_args *args);

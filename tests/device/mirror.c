@@ -270,10 +270,10 @@ static void copy_out(mirror *m, const void *except)
 
 /* ---- Workspaces --------------------------------------------------------------------------------- */
 
-/* On cuda a workspace has to be warmed up before its first use, and belongs to the back end from then on.
- * Programs for the host do not know that; one workspace may even serve several back ends in turn. So the mirror
- * remembers how calls left the latest workspaces, and warms up one that looks different. What a step leaves
- * behind for the next one is thus still the back end's affair. */
+/* On cuda a step's workspace has to be warmed up before its first use, and belongs to the back end from then
+ * on. Programs for the host do not know that; one workspace may even serve several back ends in turn. So the
+ * mirror remembers how calls left the latest workspaces, and warms up one that looks different. What a step
+ * leaves behind for the next one is thus still the back end's affair. */
 typedef struct left {
     const void *data;
     size_t bytes;
