@@ -82,8 +82,7 @@
  *   and nothing waits for it. A fault of earlier work may be reported as CSA_ERROR_DEVICE.
  * - Any device may be the thread's current one: a call leaves it as it was. A context uses its device's primary
  *   context, so that streams of the runtime's and of the driver's API both fit.
- * - After csa_warm_up (stages alone: after csa_context_create), every call on a context without `check` can be
- *   captured in a graph, in any capture mode.
+ * - After csa_warm_up, every call on a context without `check` can be captured in a graph, in any capture mode.
  *   Frozen by capture: pointers, shapes, strides, scalars and the plan. Read at replay: the contents of
  *   tensors, the values at k_scale and v_scale. Extents are capacities: fill up with padding. A graph may
  *   outlive the context.
