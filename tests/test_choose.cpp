@@ -1,7 +1,7 @@
 /*
  * The selection of the cuda back end (src/cuda/device/choose.cuh) on the host, against a sort: all that it does
- * is integers and meetings, so that what holds here holds there. Rows on both sides of each threshold, scores
- * with plateaus, NaN and infinities.
+ * is integers, comparisons and barriers, so that what holds here holds there. Rows on both sides of each
+ * threshold, scores with plateaus, NaN and infinities.
  *
  * SPDX-License-Identifier: Apache-2.0
  */

@@ -33,7 +33,8 @@ namespace
 {
 
 template <bool FP8, int WARPS> struct shared_state {
-    unit_buffer<FP8> buffer;
+    /* Keys and values, each copied as soon as those of the unit before are no longer read. */
+    __align__(1024) unsigned char half[2][UNIT * layout<FP8>::REGION];
     queries<FP8> query;
     weight_exchange<WARPS> exchange;
     uint32_t entries[2 * CSA_PIECE]; /* of the piece that is worked on, and the next */
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         return;
     }
     const uint8_t *query = p.query.at(at.token, at.group);
-    for (int half = threadIdx.x / 32; half < 2; half += WARPS)
+    for (int half = threadIdx.x / 32; half < 2; half += WARPS) /* a warp for each eight heads */
         if (p.query_aligned)
             s.query.template load<true>(p, query, half);
         else
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
                 i < at.entries ? resolve_entry(p, p.map.row(at.place.owner), list[i], at.place.position) : 0;
     };
     auto copy = [&](int half, const uint32_t *entries) {
-        copy_half<FP8, WARPS>(p, s.buffer.half[half], s.arrived[half], entries, at.group, half);
+        copy_half<FP8, WARPS>(p, s.half[half], s.arrived[half], entries, at.group, half);
     };
     wait_for_kernel_ahead();
     resolve(unit, unit + UNITS);
@@ -100,13 +101,13 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         float its[2], other[2];
         unit_weights w;
         wait_for_half(p, s.arrived[KEYS], done);
-        find_weights<FP8, WARPS>(s.exchange, s.buffer.half[KEYS], own, s.query, full, w);
+        find_weights<FP8, WARPS>(s.exchange, s.half[KEYS], own, s.query, full, w);
         copy(KEYS, next);
         wait_for_half(p, s.arrived[VALUES], done);
         if (!full && p.mapped)
-            clear_unseen_values<FP8, WARPS>(s.buffer.half[VALUES], own);
+            clear_unseen_values<FP8, WARPS>(s.half[VALUES], own);
         result.sums.join({{w.m[0], w.m[1]}, {w.l[0], w.l[1]}}, its, other);
-        weigh_values<FP8, WARPS>(s.buffer.half[VALUES], w, [&](int i, const float(&sums)[4]) {
+        weigh_values<FP8, WARPS>(s.half[VALUES], w, [&](int i, const float(&sums)[4]) {
             join_values(result.o[i], sums, its, other);
         });
         __syncthreads(); /* the values have been used */
@@ -153,7 +154,8 @@ template <bool FP8> variant find_variant(int kernel)
     }
 }
 
-/* Describes the cache to the hardware: boxes of 8 tokens and the chunks of keys or values. False: it cannot. */
+/* Describes an aligned cache to the hardware: boxes of 8 tokens and the chunks of keys or values. False: it
+ * cannot. */
 bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
 {
     using encoder = decltype(&cuTensorMapEncodeTiled);
@@ -175,7 +177,7 @@ bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
     for (int i = 0; i < 4; i++)
         step[i] = size[i + 1] > 1 ? step[i] : 16; /* of an extent of 1, any */
     cuuint32_t box[] = {elements, CSA_REGION, chunks / 2, 1, 1}, each[] = {1, 1, 1, 1, 1};
-    return encode && csa_aligned(&kv) &&
+    return encode &&
            encode(&map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, kv.data,
                   size, step, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   fp8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
@@ -271,7 +273,7 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
     while ((CSA_REGION << p.block_shift) < kv.shape[2])
         p.block_shift++;
     p.kv_aligned = csa_aligned(&kv);
-    p.mapped = !context->portable && map_cache(p.cache, kv, kv.dtype != CSA_BF16);
+    p.mapped = p.kv_aligned && !context->portable && map_cache(p.cache, kv, kv.dtype != CSA_BF16);
     p.query_aligned = csa_aligned(&args->query);
     p.records = (csa_record *)records;
     if (kv.shape[0] > (int64_t)1 << (28 - p.block_shift))

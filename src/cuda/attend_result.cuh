@@ -138,11 +138,6 @@ __device__ __forceinline__ void write_row(const attend_params &p, const row_exte
 
 /* ---- Records ------------------------------------------------------------------------------------ */
 
-__device__ __forceinline__ float4 pack(const head_sums &s)
-{
-    return make_float4(s.m[0], s.m[1], s.l[0], s.l[1]);
-}
-
 __device__ __forceinline__ void load_tile(const csa_record &from, int tile, partial<1> &to)
 {
     int lane = threadIdx.x % 32;
@@ -159,7 +154,7 @@ __device__ __forceinline__ void store_record(csa_record &to, const partial<N> &f
     for (int i = 0; i < N; i++)
         __stcg(&to.o[tile_of(i)][lane], make_float4(from.o[i][0], from.o[i][1], from.o[i][2], from.o[i][3]));
     if (threadIdx.x < 32 && lane % 4 == 0)
-        __stcg(&to.sums[lane / 4], pack(from.sums));
+        __stcg(&to.sums[lane / 4], make_float4(from.sums.m[0], from.sums.m[1], from.sums.l[0], from.sums.l[1]));
 }
 
 } // namespace

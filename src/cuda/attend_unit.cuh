@@ -141,12 +141,7 @@ template <bool FP8> struct queries {
 
 /* ---- Copies ------------------------------------------------------------------------------------- */
 
-/* A unit's keys and values, each copied as soon as those of the unit before are no longer read. */
-template <bool FP8> struct unit_buffer {
-    __align__(1024) unsigned char half[2][UNIT * layout<FP8>::REGION];
-};
-
-enum { KEYS = 0, VALUES = 1 };
+enum { KEYS, VALUES }; /* halves of a unit */
 
 /* A list entry: physical region times 16, and how many of its tokens are seen; 0: none. */
 __device__ uint32_t resolve_entry(const attend_params &p, const int32_t *blocks, int64_t region,
@@ -379,7 +374,7 @@ __device__ __forceinline__ void find_weights(weight_exchange<WARPS> &exchange, c
 template <int WARPS> __device__ __forceinline__ int warp_tile(int i)
 {
     int warp = threadIdx.x / 32;
-    return WARPS <= 2 ? 12 * warp + i : i < 4 ? 4 * warp + i : 16 + 2 * warp + (i - 4);
+    return WARPS == 2 ? 12 * warp + i : i < 4 ? 4 * warp + i : 16 + 2 * warp + (i - 4);
 }
 
 /* Which value column 2t + i of a tile is. bf16: values 8 tile + column. e4m3, whose bytes no instruction

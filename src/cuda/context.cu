@@ -72,13 +72,13 @@ static bool supported(const cudaDeviceProp *p)
     return p->major >= LEAST_MAJOR;
 }
 
+/* The tuned tier needs code that was compiled for it, not what the driver makes of another's. */
 static const char *best_tier(const cudaDeviceProp *p)
 {
     const int built[] = {__CUDA_ARCH_LIST__};
-    bool tuned =
-        false; /* is there code that was compiled for it, not just what the driver makes of another's? */
+    bool tuned = false;
     for (int architecture : built)
-        tuned = tuned || architecture == 10 * (10 * TUNED_MAJOR);
+        tuned = tuned || architecture == 100 * TUNED_MAJOR;
     return tuned && p->major == TUNED_MAJOR && p->minor == 0 ? "sm90" : "portable";
 }
 

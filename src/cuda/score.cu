@@ -17,6 +17,7 @@
  */
 #include "../tokens.h"
 #include "device/instructions.cuh"
+#include "device/lanes.cuh"
 #include "device/views.cuh"
 #include "launch.h"
 #include "stages.h"
@@ -130,11 +131,7 @@ __device__ int find_run(const window_tokens &w, int start, uint32_t &most)
 __device__ void make_list(uint32_t *list, uint32_t tiles)
 {
     __shared__ uint32_t warp_sums[WARPS];
-    uint32_t before = tiles;
-    for (int step = 1; step < 32; step *= 2) {
-        uint32_t other = __shfl_up_sync(~0U, before, step);
-        before += (int)(threadIdx.x % 32) >= step ? other : 0;
-    }
+    uint32_t before = sum_lanes(tiles);
     if (threadIdx.x % 32 == 31)
         warp_sums[threadIdx.x / 32] = before;
     __syncthreads();

@@ -23,6 +23,7 @@
 #define CSA_CUDA_CHOOSE_CUH
 
 #include "../../plan.h"
+#include "lanes.cuh"
 
 #include <stdint.h>
 
@@ -103,18 +104,6 @@ static __device__ __forceinline__ float load_value(const level_values &v, int va
 }
 
 /* ---- Over the block ----------------------------------------------------------------------------- */
-
-/* The sum over the lanes up to this one. */
-static __device__ __forceinline__ uint32_t sum_lanes(uint32_t own)
-{
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        uint32_t other = __shfl_up_sync(~0U, own, step);
-        own += lane >= step ? other : 0;
-    }
-    return own;
-}
 
 /* What is before, and all there is. */
 struct running_sum {
@@ -209,53 +198,65 @@ struct level {
     }
 };
 
-/* Brings the places of what reaches a bound, as at least `rank` do if there are so many, and of NaN to shared
- * memory, in order; the range of the keys that reach it, and how many are held as `within`. ready() returns
- * once the values may be read. */
-template <int THREADS, bool KEPT, typename Ready>
-static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, KEPT> &s, const level &l,
-                                                        uint32_t rank, Ready ready)
-{
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * l.each * 32 + lane;
-    bool bounded = (uint32_t)l.count > rank; /* so many reach the smallest of the quads' largest */
-    bool plain = l.values.log == 0 && l.values.aligned;
+/* What a thread has of a level: values by quads, which of the level's values the first of each is (-1:
+ * nothing), and each one's largest key. */
+struct thread_quads {
     float value[CHOICE_QUADS][4];
-    int at[CHOICE_QUADS]; /* -1: nothing */
-    uint32_t most[CHOICE_QUADS], low = ~0U, high = 0;
-    *(uint2 *)&s.bins[2 * threadIdx.x] = make_uint2(0, 0);
-    if (threadIdx.x == 0)
-        s.few_count = 0;
+    int at[CHOICE_QUADS];
+    uint32_t most[CHOICE_QUADS];
+};
+
+/* Loads a thread's quads, past the end -infinity; ready() returns once they may be read. */
+template <typename Ready>
+static __device__ __forceinline__ void load_quads(const level &l, int first, thread_quads &q, Ready ready)
+{
+    bool plain = l.values.log == 0 && l.values.aligned;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
         int quad = first + 32 * i;
-        at[i] = i < l.each && quad < l.count ? l.value(4 * quad) : -1;
+        q.at[i] = i < l.each && quad < l.count ? l.value(4 * quad) : -1;
     }
     ready();
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) { /* loads do not wait for each other */
         float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        if (plain && at[i] >= 0 && at[i] <= l.values.count - 4)
-            x = *(const float4 *)(l.values.numbers + at[i]);
-        value[i][0] = x.x, value[i][1] = x.y, value[i][2] = x.z, value[i][3] = x.w;
+        if (plain && q.at[i] >= 0 && q.at[i] <= l.values.count - 4)
+            x = *(const float4 *)(l.values.numbers + q.at[i]);
+        q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
     }
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++) {
         if (i >= l.each) {
-            most[i] = CSA_NO_KEY;
+            q.most[i] = CSA_NO_KEY;
             continue;
         }
-        if (at[i] >= 0 && (!plain || at[i] > l.values.count - 4))
+        if (q.at[i] >= 0 && (!plain || q.at[i] > l.values.count - 4))
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                value[i][k] = largest_value(l.values, at[i] + k);
-        float largest = fmaxf(fmaxf(value[i][0], value[i][1]), fmaxf(value[i][2], value[i][3]));
-        most[i] = at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
-        high = max(high, most[i]);
-        low = min(low, most[i] - 1); /* no key is the largest */
-        if (!bounded && at[i] >= 0)
+                q.value[i][k] = largest_value(l.values, q.at[i] + k);
+        float largest = fmaxf(fmaxf(q.value[i][0], q.value[i][1]), fmaxf(q.value[i][2], q.value[i][3]));
+        q.most[i] = q.at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
+    }
+}
+
+/* A range of keys from a bound that at least `rank` reach, if there are so many, to the largest. */
+template <int THREADS, bool KEPT>
+static __device__ __forceinline__ key_range find_bound(choice_scratch<THREADS, KEPT> &s, const level &l,
+                                                       const thread_quads &q, uint32_t rank)
+{
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool bounded = (uint32_t)l.count > rank; /* so many reach the smallest of the quads' largest */
+    uint32_t low = ~0U, high = 0;
+#pragma unroll
+    for (int i = 0; i < CHOICE_QUADS; i++) {
+        if (i >= l.each)
+            continue;
+        high = max(high, q.most[i]);
+        low = min(low, q.most[i] - 1); /* no key is the largest */
+        if (!bounded && q.at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                low = at[i] + k < l.all ? min(low, key_of(value[i][k]) - 1) : low;
+                low = q.at[i] + k < l.all ? min(low, key_of(q.value[i][k]) - 1) : low;
     }
     low = __reduce_min_sync(~0U, low);
     high = __reduce_max_sync(~0U, high);
@@ -272,17 +273,34 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, 
 #pragma unroll
             for (int i = 0; i < CHOICE_QUADS; i++)
                 if (i < l.each)
-                    visit(most[i]);
+                    visit(q.most[i]);
         });
+    return {range.low, high, 0, 0};
+}
+
+/* Brings the places of what reaches a bound, as at least `rank` do if there are so many, and of NaN to shared
+ * memory, in order; the range of the keys that reach it, and how many are held as `within`. ready() returns
+ * once the values may be read. */
+template <int THREADS, bool KEPT, typename Ready>
+static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, KEPT> &s, const level &l,
+                                                        uint32_t rank, Ready ready)
+{
+    int first = (int)threadIdx.x / 32 * l.each * 32 + (int)threadIdx.x % 32; /* quad */
+    thread_quads q;
+    *(uint2 *)&s.bins[2 * threadIdx.x] = make_uint2(0, 0);
+    if (threadIdx.x == 0)
+        s.few_count = 0;
+    load_quads(l, first, q, ready);
+    key_range range = find_bound(s, l, q, rank);
     /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
     float bound = number_of(range.low);
     uint32_t counts = 0;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++)
-        if (i < l.each && at[i] >= 0)
+        if (i < l.each && q.at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                counts += (uint32_t) !(value[i][k] < bound) << 8 * i;
+                counts += (uint32_t) !(q.value[i][k] < bound) << 8 * i;
     uint32_t sums = sum_lanes(counts), of_warp = __shfl_sync(~0U, sums, 31);
     sums -= counts;
     running_sum warps =
@@ -297,9 +315,9 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, 
         if (counts >> 8 * i & 0xFF)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                if (!(value[i][k] < bound)) {
+                if (!(q.value[i][k] < bound)) {
                     if (KEPT)
-                        s.values[to] = value[i][k];
+                        s.values[to] = q.value[i][k];
                     s.held[to++] = (uint16_t)((first + 32 * i) * 4 + k);
                 }
         before += of_warp >> 8 * i & 0xFF;
@@ -310,7 +328,7 @@ static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, 
         while (l.value(s.held[range.within - 1]) >= l.all)
             range.within--;
     }
-    return {range.low, high, 0, range.within};
+    return range;
 }
 
 /* The rank-th best of the held keys, which is one of the few in the range: warps rank them in turn. */

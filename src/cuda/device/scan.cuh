@@ -6,16 +6,13 @@
 #define CSA_CUDA_SCAN_CUH
 
 #include "items.cuh"
+#include "lanes.cuh"
 
 /* The sum of x over the threads before this one, and in *total over all. All threads call; two barriers. */
 __device__ inline int64_t csa_block_scan(int64_t x, int64_t *total)
 {
     __shared__ int64_t sums[CSA_BLOCK_WARPS];
-    int64_t sum = x; /* of this warp's lanes up to this one */
-    for (int distance = 1; distance < CSA_LANES; distance *= 2) {
-        int64_t before = __shfl_up_sync((unsigned)CSA_ALL_LANES, sum, (unsigned)distance);
-        sum += csa_lane() >= distance ? before : 0;
-    }
+    int64_t sum = sum_lanes(x);
     if (csa_lane() == CSA_LANES - 1)
         sums[csa_warp()] = sum;
     __syncthreads();

@@ -1,0 +1,334 @@
+/*
+ * The cuda back end on what is large: more rows than a grid's y and z may have, blocks past 2^31 bytes, rows
+ * that are selected from level by level. Part of test_cuda. SPDX-License-Identifier: Apache-2.0
+ */
+#include "cuda_twin.h"
+
+/* ---- Many rows ---------------------------------------------------------------------------------- */
+
+enum { MANY = 70000 }; /* more than a grid's y and z may have */
+
+static csa_tensor repeated(csa_tensor t)
+{
+    t.shape[0] = MANY;
+    t.stride[0] = 0;
+    return t;
+}
+
+/* MANY times the rows of an output without gaps. */
+static csa_tensor many_of(csa_tensor t)
+{
+    size_t bytes = (size_t)(tensor_count(&t) * tensor_itemsize(t.dtype)) * MANY;
+    t.shape[0] *= MANY;
+    t.data = allocate(bytes);
+    CHECK_CUDA(cudaMemset(t.data, 0xFF, bytes));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    return t;
+}
+
+/* Every piece is what a call for one token wrote; frees it. */
+static void expect_all_equal(const char *name, csa_tensor many, const csa_tensor *one)
+{
+    size_t bytes = (size_t)(tensor_count(one) * tensor_itemsize(one->dtype));
+    uint8_t *got = malloc(MANY * bytes), *expected = malloc(bytes);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(got, many.data, MANY * bytes, cudaMemcpyDeviceToHost));
+    CHECK_CUDA(cudaMemcpy(expected, one->data, bytes, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < MANY; i++)
+        CHECKF(memcmp(got + i * bytes, expected, bytes) == 0, "%s of token %zu", name, i);
+    free(got);
+    free(expected);
+    CHECK_CUDA(cudaFree(many.data));
+}
+
+static csa_tokens repeated_tokens(const twin *t)
+{
+    csa_tokens k = t->device.step;
+    k.block_table = repeated(k.block_table);
+    k.positions = repeated(k.positions);
+    k.slots.ndim = k.ring_base.ndim = 0;
+    return k;
+}
+
+void decode_takes_many_rows(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    twin t;
+    make_twin(&t, (world_shape){.exact_length = 300, .groups = 2, .heads = 4}, 76);
+    CHECK_OK(queue(DECODE, &t));
+    csa_tokens tokens = repeated_tokens(&t);
+    csa_step_args step = world_step(&t.device);
+    csa_tensor *inputs[] = {&step.index_query, &step.index_weights, &step.query, &step.gate};
+    for (int i = 0; i < 4; i++)
+        *inputs[i] = repeated(*inputs[i]);
+    step.tokens = &tokens;
+    step.rows_out = NULL;
+    step.out = many_of(step.out);
+    step.lse = many_of(step.lse);
+    step.selected = many_of(step.selected);
+    step.stream = stream;
+    csa_serving serving = world_serving(&t.host);
+    serving.decode_tokens = MANY;
+    step.workspace = make_workspace(&serving);
+    CHECK_OK(csa_decode(context, &step));
+    expect_all_equal("out", step.out, &t.device.out);
+    expect_all_equal("lse", step.lse, &t.device.lse);
+    expect_all_equal("selected", step.selected, &t.device.selected);
+    CHECK_CUDA(cudaFree(step.workspace.data));
+    end_twin(&t);
+}
+
+void stages_take_many_rows(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    twin t;
+    make_twin(&t, (world_shape){.exact_length = 300, .groups = 2, .heads = 4}, 77);
+    world *w = &t.device;
+    csa_tokens tokens = repeated_tokens(&t);
+    csa_score_args score = world_score(w), scores = score;
+    csa_select_args select = world_select(w), selects;
+    csa_attend_args attend = world_attend(w), attends = attend;
+    score.stream = scores.stream = select.stream = attend.stream = attends.stream = stream;
+    CHECK_OK(csa_score(context, &score));
+    CHECK_OK(csa_select(context, &select));
+    CHECK_OK(csa_attend(context, &attend));
+    scores.tokens = attends.tokens = &tokens;
+    scores.query = repeated(score.query);
+    scores.weights = repeated(score.weights);
+    csa_rows rows = {.size = sizeof rows, .current = many_of(w->rows_out.current)};
+    scores.rows_out = &rows;
+    scores.scores = many_of(score.scores);
+    CHECK_OK(csa_score(context, &scores));
+    selects = select;
+    selects.scores = scores.scores;
+    selects.current = rows.current;
+    selects.selected = many_of(select.selected);
+    CHECK_OK(csa_select(context, &selects));
+    attends.query = repeated(attend.query);
+    attends.gate = repeated(attend.gate);
+    attends.selected = selects.selected;
+    attends.out = many_of(attend.out);
+    attends.lse = many_of(attend.lse);
+    CHECK_OK(csa_attend(context, &attends));
+    CHECK_CUDA(cudaFree(scores.scores.data)); /* entries past a row's length are unspecified */
+    expect_all_equal("current", rows.current, &w->rows_out.current);
+    expect_all_equal("selected", selects.selected, &w->selected);
+    expect_all_equal("out", attends.out, &w->out);
+    expect_all_equal("lse", attends.lse, &w->lse);
+    end_twin(&t);
+}
+
+void prepare_takes_many_tokens(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    twin t;
+    make_twin(&t, (world_shape){.exact_length = 100, .heads = 2}, 78);
+    csa_prepare_args one = t.device.prepare, many = one;
+    csa_tokens tokens = repeated_tokens(&t);
+    csa_tensor *inputs[] = {&many.index_query, &many.index_key, &many.index_weights,
+                            &many.query,       &many.key,       &many.value};
+    csa_tensor *outputs[] = {&many.index_query_out, &many.index_key_out, &many.index_weights_out,
+                             &many.query_out,       &many.key_out,       &many.value_out};
+    const csa_tensor *expected[] = {&one.index_query_out, &one.index_key_out, &one.index_weights_out,
+                                    &one.query_out,       &one.key_out,       &one.value_out};
+    for (int i = 0; i < 6; i++) {
+        *inputs[i] = repeated(*inputs[i]);
+        *outputs[i] = many_of(*outputs[i]);
+    }
+    one.cache = many.cache = NULL;
+    many.tokens = &tokens;
+    CHECK_OK(csa_prepare(context, &one));
+    CHECK_OK(csa_prepare(context, &many));
+    for (int i = 0; i < 6; i++)
+        expect_all_equal("an output of prepare", *outputs[i], expected[i]);
+    end_twin(&t);
+}
+
+/* ---- Far blocks --------------------------------------------------------------------------------- */
+
+/* Copies a cache's blocks between two views. */
+static void copy_blocks(csa_tensor to, csa_tensor from)
+{
+    for (int64_t block = 0; block < to.shape[0]; block++) {
+        csa_tensor a = tensor_slice(to, block, 1), b = tensor_slice(from, block, 1);
+        CHECK_CUDA(cudaMemcpy(a.data, b.data, (size_t)(tensor_count(&a) * tensor_itemsize(a.dtype)),
+                              cudaMemcpyDeviceToDevice));
+    }
+    CHECK_CUDA(cudaDeviceSynchronize());
+}
+
+static int64_t block_bytes(const csa_tensor *t)
+{
+    return tensor_count(t) / t->shape[0] * tensor_itemsize(t->dtype);
+}
+
+/* The cache's blocks, each with its summaries, `stride` bytes apart. */
+static csa_cache make_far(const csa_cache *near, char *memory, int64_t stride)
+{
+    csa_cache far = *near;
+    far.kv.data = memory;
+    far.kv.stride[0] = stride / tensor_itemsize(far.kv.dtype);
+    far.summaries.data = memory + block_bytes(&near->kv);
+    far.summaries.stride[0] = stride;
+    copy_blocks(far.kv, near->kv);
+    copy_blocks(far.summaries, near->summaries);
+    return far;
+}
+
+void blocks_may_lie_far_apart(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    const int64_t stride = ((int64_t)1 << 31) + 4096;
+    for (int e4m3 = 0; e4m3 < 2; e4m3++) {
+        world_shape shape = {.requests = 2, .groups = 2, .heads = 3, .exact_length = 45, .query_len = 2};
+        shape.kv_dtype = e4m3 ? CSA_E4M3 : CSA_BF16;
+        twin a, b;
+        make_twin(&a, shape, 79);
+        make_twin(&b, shape, 79);
+        csa_cache near = b.device.cache;
+        size_t free_bytes, all, needed = (size_t)(stride * near.kv.shape[0]);
+        CHECK_CUDA(cudaMemGetInfo(&free_bytes, &all));
+        if (free_bytes < needed) {
+            print_message("skipped: %zu bytes of device memory are free, %zu are needed\n", free_bytes, needed);
+            end_twin(&a);
+            end_twin(&b);
+            skip();
+        }
+        char *memory = allocate(needed);
+        b.device.cache = make_far(&near, memory, stride);
+        CHECK_OK(queue(LAYER, &a));
+        CHECK_OK(queue(LAYER, &b));
+        CHECK_CUDA(cudaDeviceSynchronize());
+        copy_blocks(near.kv, b.device.cache.kv);
+        copy_blocks(near.summaries, b.device.cache.summaries);
+        CHECK_CUDA(cudaFree(memory));
+        to_host(&a);
+        to_host(&b);
+        arena_expect_equal(&b.host.memory, &a.host.memory, NULL);
+        end_twin(&a);
+        end_twin(&b);
+    }
+}
+
+/* ---- Long rows ---------------------------------------------------------------------------------- */
+
+enum { SCORE_SORTS = 6 };
+
+/* Scores of all magnitudes; few values; one; hardly any but NaN; half of them 0; a large and a small one beside
+ * each other, here and there. */
+static float draw_score(test_random *r, int sort, int64_t at)
+{
+    float x = (float)random_normal(r);
+    switch (sort) {
+    case 0:
+        return random_chance(r, 80) ? x : x * 1e20F;
+    case 1:
+        return (float)random_between(r, 0, 2);
+    case 2:
+        return -1.5F;
+    case 3:
+        return random_chance(r, 1) ? x : NAN;
+    case 5:
+        if (at >= 513 * 32 || (at % 64 != 31 && at % 64 != 32))
+            return x - 50;
+        return (at % 64 == 31 ? 100.0F : 2.0F) + (at < 128 ? 0.0F : 1e-4F * (float)at);
+    default:
+        return x > 0 ? x : 0;
+    }
+}
+
+static void *to_new_memory(const void *from, size_t bytes)
+{
+    void *memory = allocate(bytes);
+    CHECK_CUDA(cudaMemcpy(memory, from, bytes, cudaMemcpyHostToDevice));
+    return memory;
+}
+
+static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, int sort)
+{
+    enum { ROWS = 3 };
+    test_random r = random_of((uint64_t)(regions * 8 + sort), (uint64_t)topk);
+    size_t score_bytes = (size_t)(ROWS * regions) * sizeof(float),
+           bytes = (size_t)(ROWS * (topk + 1)) * sizeof(int64_t);
+    float *scores = malloc(score_bytes);
+    int64_t *expected = malloc(bytes), *got = malloc(bytes), current[ROWS];
+    for (int64_t i = 0; i < ROWS * regions; i++)
+        scores[i] = draw_score(&r, sort, i % regions);
+    for (int row = 0; row < ROWS; row++)
+        current[row] = row == 0 ? regions - 1 : random_between(&r, topk, regions - 1);
+    csa_select_args args = {
+        .size = sizeof args,
+        .scores = csa_tensor_2d(scores, CSA_F32, ROWS, regions),
+        .current = csa_tensor_1d(current, CSA_I64, ROWS),
+        .selected = csa_tensor_2d(expected, CSA_I64, ROWS, topk + 1),
+        .topk = topk,
+    };
+    CHECK_OK(csa_select(ref, &args));
+    args.scores.data = to_new_memory(scores, score_bytes);
+    args.current.data = to_new_memory(current, sizeof current);
+    args.selected.data = allocate(bytes);
+    args.stream = stream;
+    CHECK_OK(csa_select(context, &args));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(cudaMemcpy(got, args.selected.data, bytes, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < ROWS * (topk + 1); i++)
+        CHECKF(got[i] == expected[i], "%d regions, topk %d, sort %d: entry %d is %d, expected %d", (int)regions,
+               (int)topk, sort, (int)i, (int)got[i], (int)expected[i]);
+    CHECK_CUDA(cudaFree(args.scores.data));
+    CHECK_CUDA(cudaFree(args.current.data));
+    CHECK_CUDA(cudaFree(args.selected.data));
+    free(scores);
+    free(expected);
+    free(got);
+}
+
+/* Past 8192 regions blocks are larger; past 16,384 peaks are searched first, past 131,072 peaks of peaks. */
+void long_rows_are_selected(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {8193, 40001, 150000, 300000};
+    csa_context *ref = test_context((csa_context_options){.backend = CSA_BACKEND_REF});
+    for (int i = 0; i < (test_quick() ? 1 : 4); i++)
+        for (int sort = 0; sort < SCORE_SORTS; sort += test_quick() ? 4 : 1) {
+            expect_selection(ref, lengths[i], 512, sort);
+            if (test_quick())
+                continue;
+            expect_selection(ref, lengths[i], 1, sort);
+            expect_selection(ref, lengths[i], 1024, sort);
+        }
+    csa_context_destroy(ref);
+}
+
+/* In a step, score finds the peaks. */
+void long_steps_select_like_stages(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    twin t;
+    make_twin(&t,
+              (world_shape){.exact_length = 72000,
+                            .requests = 2,
+                            .query_len = 2,
+                            .topk = 512,
+                            .block_size = 128,
+                            .kv_dtype = CSA_E4M3},
+              79);
+    csa_score_args score = world_score(&t.device);
+    csa_select_args select = world_select(&t.device);
+    CHECK_OK(queue(DECODE, &t));
+    to_host(&t);
+    csa_tensor selected = t.host.selected;
+    selected.data = malloc((size_t)(tensor_count(&selected) * 8));
+    memcpy(selected.data, t.host.selected.data, (size_t)(tensor_count(&selected) * 8));
+    score.stream = select.stream = stream;
+    CHECK_OK(csa_score(context, &score));
+    CHECK_OK(csa_select(context, &select));
+    to_host(&t);
+    tensor_expect_equal("selected", &selected, &t.host.selected);
+    free(selected.data);
+    end_twin(&t);
+}
