@@ -86,12 +86,11 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
 
     partial<N> result, row_result; /* of this piece, and (whole rows) of those before */
     result.clear();
+    row_result.clear();
 #pragma unroll 1
     for (int done = 0; unit < end; unit++, done++) {
         if (WHOLE && unit % UNITS == 0) {
-            if (unit == UNITS)
-                row_result = result;
-            else if (unit > 0)
+            if (unit > 0)
                 row_result.join(result);
             result.clear();
             resolve(unit + UNITS, unit + 2 * UNITS);
@@ -117,11 +116,8 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         store_record(p.records[(int64_t)at.row * p.parts + blockIdx.y], result, warp_tile<WARPS>);
         return;
     }
-    if (at.units > UNITS) {
-        row_result.join(result);
-        result = row_result;
-    }
-    write_row<FP8>(p, at, finish(p, at), result, warp_tile<WARPS>, threadIdx.x < 32);
+    row_result.join(result);
+    write_row<FP8>(p, at, finish(p, at), row_result, warp_tile<WARPS>, threadIdx.x < 32);
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
@@ -177,11 +173,13 @@ bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
     for (int i = 0; i < 4; i++)
         step[i] = size[i + 1] > 1 ? step[i] : 16; /* of an extent of 1, any */
     cuuint32_t box[] = {elements, CSA_REGION, chunks / 2, 1, 1}, each[] = {1, 1, 1, 1, 1};
-    return encode &&
-           encode(&map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, kv.data,
-                  size, step, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  fp8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    /* How much the L2 cache fetches at a time, as measured: a row's keys or values are 192 or 384 bytes. */
+    CUtensorMapL2promotion fetched =
+        fp8 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    return encode && encode(&map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+                            kv.data, size, step, box, each, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            fp8 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, fetched,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 enum {

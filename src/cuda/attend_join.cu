@@ -14,29 +14,27 @@ namespace
 
 enum {
     PIECE_TILES = 8, /* of a block that joins pieces */
+    PIECES = 9,      /* records that are on their way: the pieces of a row of 512 regions and the current one */
     UNIT_WARPS = 16, /* of a block that joins units, at most */
     MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
 };
 
-/* Joins `count` records of a tile one after the other. `from_nothing`: the first joins what is empty. */
-__device__ __forceinline__ void join_records(const csa_record *records, int count, int tile, bool from_nothing,
-                                             partial<1> &result)
+/* Joins `count` records of a tile one after the other, loading so many at once. */
+template <int AT_ONCE>
+__device__ __forceinline__ void join_records(const csa_record *records, int count, int tile, partial<1> &result)
 {
     result.clear();
 #pragma unroll 1
-    for (int first = 0; first < count; first += 8) {
-        partial<1> next[8];
+    for (int first = 0; first < count; first += AT_ONCE) {
+        partial<1> next[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 8; i++)
+        for (int i = 0; i < AT_ONCE; i++)
             if (first + i < count)
                 load_tile(records[first + i], tile, next[i]);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (first + i == 0 && !from_nothing)
-                result = next[i];
-            else if (first + i < count)
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first + i < count)
                 result.join(next[i]);
-        }
     }
 }
 
@@ -48,7 +46,7 @@ __global__ void __launch_bounds__(32 * PIECE_TILES) join_pieces_kernel(const __g
     const finish f(p, at);
     partial<1> result;
     wait_for_kernel_ahead();
-    join_records(p.records + (int64_t)at.row * p.parts, (at.units + UNITS - 1) / UNITS, tile, false, result);
+    join_records<PIECES>(p.records + (int64_t)at.row * p.parts, (at.units + UNITS - 1) / UNITS, tile, result);
     write_row<FP8>(
         p, at, f, result, [&](int) { return tile; }, tile == 0);
 }
@@ -65,8 +63,8 @@ __global__ void __launch_bounds__(32 * UNIT_WARPS) join_units_kernel(const __gri
     wait_for_kernel_ahead();
 #pragma unroll 1
     for (int piece = threadIdx.x / 32; piece < pieces; piece += (int)blockDim.x / 32) {
-        join_records(p.records + (int64_t)at.row * p.parts + piece * UNITS,
-                     min(at.units - piece * UNITS, (int)UNITS), tile, true, result);
+        join_records<UNITS>(p.records + (int64_t)at.row * p.parts + piece * UNITS,
+                            min(at.units - piece * UNITS, (int)UNITS), tile, result);
         left[piece][lane] = result;
     }
     __syncthreads();
@@ -75,10 +73,7 @@ __global__ void __launch_bounds__(32 * UNIT_WARPS) join_units_kernel(const __gri
     result.clear();
 #pragma unroll 4
     for (int piece = 0; piece < pieces; piece++)
-        if (piece == 0)
-            result = left[0][lane];
-        else
-            result.join(left[piece][lane]);
+        result.join(left[piece][lane]);
     write_row<FP8>(
         p, at, f, result, [&](int) { return tile; }, tile == 0);
 }

@@ -89,10 +89,9 @@ template <int N> struct partial {
 
 /* ---- Writing ------------------------------------------------------------------------------------ */
 
-/* What a row's result is multiplied by at the end, for heads g and g + 8. */
+/* What a row's result is multiplied by at the end, for heads g and g + 8; 1 where there is no such thing. */
 struct finish {
-    float v_scale;
-    uint16_t gate[2];
+    float v_scale, gate[2];
 
     __device__ __forceinline__ finish(const attend_params &p, const row_extent &at)
     {
@@ -100,8 +99,9 @@ struct finish {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             uint32_t head = threadIdx.x % 32 / 4 + 8 * half;
-            gate[half] =
-                p.gate && head < p.heads ? *((const uint16_t *)p.gate.at(at.token, at.group) + head) : 0;
+            gate[half] = p.gate && head < p.heads
+                             ? csa_gate_factor(*((const uint16_t *)p.gate.at(at.token, at.group) + head))
+                             : 1.0F;
         }
     }
 };
@@ -120,15 +120,13 @@ __device__ __forceinline__ void write_row(const attend_params &p, const row_exte
         float m = result.sums.m[half], l = result.sums.l[half];
         bool empty = l == 0.0F;
         float factor = empty ? 0.0F : 1.0F / l * f.v_scale;
-        float gate = p.gate ? csa_gate_factor(f.gate[half]) : 1.0F;
 #pragma unroll
         for (int i = 0; i < N; i++)
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 float value =
                     __uint_as_float(pack_bf16(0.0F, result.o[i][2 * half + k] * factor)); /* rounded */
-                if (p.gate)
-                    value = __uint_as_float(pack_bf16(0.0F, value * gate));
+                value = __uint_as_float(pack_bf16(0.0F, value * f.gate[half]));
                 out[value_of<FP8>(tile_of(i), k)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
             }
         if (p.lse && lse && threadIdx.x % 4 == 0)

@@ -6,11 +6,12 @@
  * product, permuted so that a lane ends up with the four heads of one row and nothing is exchanged. Heads past
  * the fourth are further packs of the same rows, left out where all their weights are zero (they only pad).
  *
- * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks; a warp takes
- * half a tile or a whole one, and asks for the next one before it works on it. Its lanes load 16 bytes of a
- * summary each, straight into the registers of the product: both operands number the inner index as the loads
- * do. e4m3 becomes f16 exactly, products are exact, sums are fp32: 16 products of 16 in order, however
- * many rows share them. The queries of a run lie in shared memory as the product wants them.
+ * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks, where the start
+ * of a run counts as some tiles. A warp takes half a tile or a whole one, and asks for the next one before it
+ * works on it. Its lanes load 16 bytes of a summary each, straight into the registers of the product: both
+ * operands number the inner index as the loads do. e4m3 becomes f16 exactly, products are exact, sums are fp32:
+ * 16 products of 16 in order, however many rows share them. The queries of a run come to shared memory, as the
+ * product wants them, while its first summaries are on their way.
  *
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
  * SPDX-License-Identifier: Apache-2.0
@@ -30,6 +31,7 @@ enum {
     THREADS = 32 * WARPS,
     TILE = 32,         /* regions: what blocks are given, and what a warp works on at a time at most */
     STEPS = 16,        /* of the inner index: 256 / 16 */
+    START = 6,         /* tiles that the start of a run is worth: who starts another one gets fewer */
     LIST = THREADS,    /* windows listed at a time */
     WINDOW_TOKENS = 16 /* at most */
 };
@@ -44,7 +46,7 @@ struct score_params {
     csa_rows rows;                   /* outputs */
     uint32_t first, count;           /* the span */
     uint32_t groups, heads, regions;
-    uint32_t window, windows; /* tokens of one; how many */
+    uint32_t window, listed; /* tokens of one, and of those that are listed at a time */
     int width; /* a step: rows that rank at most so many are left out; -1: all, and the current region too */
     int block_shift; /* regions of a block */
     bool metadata;
@@ -68,89 +70,78 @@ __device__ void write_metadata(const score_params &p, uint32_t row)
 
 /* ---- Windows ------------------------------------------------------------------------------------ */
 
-/* A window's tokens, in shared memory. */
-struct window_tokens {
-    int owner[WINDOW_TOKENS];
-    uint32_t need[WINDOW_TOKENS]; /* regions */
-    int count;
+/* What is known of a token, in shared memory. */
+struct listed_token {
+    int owner;
+    uint32_t need; /* regions */
 };
 
-__device__ int window_count(const score_params &p, uint32_t window)
-{
-    return (int)min(p.count - window * p.window, p.window);
-}
+/* Windows that are listed at a time: what lies before each one's work, then the total; their tokens. Work is
+ * tiles, and the starts of runs. */
+struct window_list {
+    uint32_t before[LIST + 1], warp_sums[WARPS];
+    listed_token tokens[1]; /* as many as there are */
+};
 
 __host__ __device__ uint32_t tiles_of(uint32_t regions)
 {
     return (regions + TILE - 1) / TILE;
 }
 
-/* Tiles of all runs of a window. */
-__device__ uint32_t window_tiles(const score_params &p, uint32_t window)
+__device__ uint32_t work_of(uint32_t regions)
 {
-    int count = window_count(p, window), owner = -2;
-    uint32_t tiles = 0, most = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; i++) {
-        token_place place = p.tokens.place(p.first + window * p.window + i);
-        if (place.owner != owner) {
-            tiles += tiles_of(most);
-            most = 0;
-            owner = place.owner;
-        }
-        most = max(most, regions_to_score(p, place));
-    }
-    return tiles + tiles_of(most);
-}
-
-__device__ void load_window(const score_params &p, window_tokens &w, uint32_t window)
-{
-    int count = window_count(p, window), i = threadIdx.x;
-    __syncthreads();
-    if (i < count) {
-        token_place place = p.tokens.place(p.first + window * p.window + i);
-        w.owner[i] = place.owner;
-        w.need[i] = regions_to_score(p, place);
-    }
-    if (i == 0)
-        w.count = count;
-    __syncthreads();
+    return regions > 0 ? START + tiles_of(regions) : 0;
 }
 
 /* The run that starts at a token: where it ends, and the most regions that one of its tokens needs. */
-__device__ int find_run(const window_tokens &w, int start, uint32_t &most)
+__device__ int find_run(const listed_token *tokens, int start, int count, uint32_t &most)
 {
     int end = start;
     most = 0;
-    for (; end < w.count && w.owner[end] == w.owner[start]; end++)
-        most = max(most, w.need[end]);
+    for (; end < count && tokens[end].owner == tokens[start].owner; end++)
+        most = max(most, tokens[end].need);
     return end;
 }
 
-/* Makes the list of what lies before each window from the windows' tiles; the total goes to list[LIST]. */
-__device__ void make_list(uint32_t *list, uint32_t tiles)
+/* The work of a window's runs. */
+__device__ uint32_t window_work(const listed_token *tokens, int count)
 {
-    __shared__ uint32_t warp_sums[WARPS];
-    uint32_t before = sum_lanes(tiles);
-    if (threadIdx.x % 32 == 31)
-        warp_sums[threadIdx.x / 32] = before;
+    uint32_t work = 0, most;
+    for (int start = 0; start < count; work += work_of(most))
+        start = find_run(tokens, start, count, most);
+    return work;
+}
+
+/* Lists so many tokens of the span from `first` on. */
+__device__ void make_list(const score_params &p, window_list &list, uint32_t first, uint32_t count)
+{
+    uint32_t i = threadIdx.x, token = i * p.window;
+    for (uint32_t k = i; k < count; k += THREADS) {
+        token_place place = p.tokens.place(p.first + first + k);
+        list.tokens[k] = {place.owner, regions_to_score(p, place)};
+    }
+    __syncthreads();
+    uint32_t before =
+        sum_lanes(token < count ? window_work(list.tokens + token, (int)min(count - token, p.window)) : 0);
+    if (i % 32 == 31)
+        list.warp_sums[i / 32] = before;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < WARPS - 1; i++)
-        before += i < (int)threadIdx.x / 32 ? warp_sums[i] : 0;
-    list[threadIdx.x + 1] = before;
-    if (threadIdx.x == 0)
-        list[0] = 0;
+    for (uint32_t warp = 0; warp < WARPS - 1; warp++)
+        before += warp < i / 32 ? list.warp_sums[warp] : 0;
+    list.before[i + 1] = before;
+    if (i == 0)
+        list.before[0] = 0;
     __syncthreads();
 }
 
-/* The window in which the list's tile lies: as many end before. */
-__device__ int find_window(const uint32_t *list, uint32_t tile)
+/* The window in which a place in the list lies: as many end before. */
+__device__ uint32_t find_window(const window_list &list, uint32_t at)
 {
-    int before = 0;
+    uint32_t before = 0;
 #pragma unroll
     for (int i = 0; i < LIST; i += 32)
-        before += __popc(__ballot_sync(~0U, list[i + threadIdx.x % 32 + 1] <= tile));
+        before += __popc(__ballot_sync(~0U, list.before[i + threadIdx.x % 32 + 1] <= at));
     return before;
 }
 
@@ -187,7 +178,7 @@ struct row_place {
 
 /* Loads the queries and weights of a batch's rows, and says where their scores go. */
 template <bool ALIGNED, int PACKS>
-__device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start,
+__device__ void fill_batch(const score_params &p, batch<PACKS> &b, const listed_token *run,
                            const batch_rows &rows)
 {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quads = 1U << rows.quad_shift;
@@ -215,7 +206,7 @@ __device__ void fill_batch(const score_params &p, batch<PACKS> &b, const window_
             real && head < p.heads ? ((const float *)p.weights.at(rows.token + at.of, at.group))[head] : 0.0F;
         if (head == 0) {
             uint32_t all = rows.token * p.groups + rows.first + row;
-            b.need[row] = real ? w.need[start + at.of] : 0;
+            b.need[row] = real ? run[at.of].need : 0;
             b.scores[row] = real ? (float *)p.scores.at(all) : nullptr;
             b.peaks[row] = real ? (float *)p.peaks.at(all) : nullptr;
         }
@@ -330,17 +321,19 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
     }
 }
 
-/* Scores regions [from, to) of a run for the rows of a batch, warps in turn: one pack or two leave registers to
- * load the next summaries meanwhile, more share each load of a query between 32 regions. */
-template <int PACKS, bool ALIGNED, typename Batch>
+/* Scores regions [from, to) of a run for the rows of a batch, which fill() brings to shared memory, warps in
+ * turn: one pack or two leave registers to load the next summaries meanwhile, more share each load of a query
+ * between 32 regions. */
+template <int PACKS, bool ALIGNED, typename Batch, typename Fill>
 __device__ void score_range(const score_params &p, const Batch &b, const int32_t *row, uint32_t from,
-                            uint32_t to, int quad_shift)
+                            uint32_t to, int quad_shift, Fill fill)
 {
     constexpr int HALVES = PACKS > 2 ? 2 : 1, AT_ONCE = 16 * HALVES, STRIDE = AT_ONCE * WARPS;
     tile_data<ALIGNED, HALVES> tile, next;
     uint32_t region = from + threadIdx.x / 32 * AT_ONCE;
     next.find(p, row, region, to);
     if (PACKS > 2) {
+        fill();
         for (; region < to; region += STRIDE) {
             tile.load(p, next.block, region);
             next.find(p, row, region + STRIDE, to);
@@ -350,6 +343,7 @@ __device__ void score_range(const score_params &p, const Batch &b, const int32_t
     }
     tile.load(p, next.block, region);
     next.find(p, row, region + STRIDE, to);
+    fill(); /* the first summaries are on their way */
     for (; region < to; region += STRIDE) {
         tile_data<ALIGNED, HALVES> after;
         after.find(p, row, region + 2 * STRIDE, to);
@@ -363,16 +357,16 @@ __device__ void score_range(const score_params &p, const Batch &b, const int32_t
 }
 
 /* The same for a number of packs that is known when it runs. */
-template <bool ALIGNED, int MOST>
+template <bool ALIGNED, int MOST, typename Fill>
 __device__ void score_packs(const score_params &p, const batch<MOST> &b, const int32_t *row, uint32_t from,
-                            uint32_t to, int packs, int quad_shift)
+                            uint32_t to, int packs, int quad_shift, Fill fill)
 {
     if (packs == 1)
-        score_range<1, ALIGNED>(p, b, row, from, to, quad_shift);
+        score_range<1, ALIGNED>(p, b, row, from, to, quad_shift, fill);
     else if (packs == 2)
-        score_range<2, ALIGNED>(p, b, row, from, to, quad_shift);
+        score_range<2, ALIGNED>(p, b, row, from, to, quad_shift, fill);
     else if (MOST > 2) /* with three, a fourth is computed whose rows need nothing */
-        score_range<MOST, ALIGNED>(p, b, row, from, to, quad_shift);
+        score_range<MOST, ALIGNED>(p, b, row, from, to, quad_shift, fill);
 }
 
 /* Has one of the thread's rows of a run a weight past the fourth head? */
@@ -390,21 +384,22 @@ __device__ bool has_further_heads(const score_params &p, uint32_t token, int row
     return further;
 }
 
-/* The part [from, to) of a run's tiles, for all its rows. */
+/* The part [from, to) of a run's tiles, for all its rows: `count` tokens from `token` of the span on. */
 template <bool ALIGNED, int PACKS>
-__device__ void score_run(const score_params &p, batch<PACKS> &b, const window_tokens &w, int start, int end,
-                          uint32_t regions, uint32_t token, uint32_t from, uint32_t to)
+__device__ void score_run(const score_params &p, batch<PACKS> &b, const listed_token *run, uint32_t token,
+                          int count, uint32_t regions, uint32_t from, uint32_t to)
 {
-    int rows = (end - start) * (int)p.groups, quad_shift = 0;
-    const int32_t *row = p.map.row(w.owner[start]);
+    int rows = count * (int)p.groups, quad_shift = 0;
+    const int32_t *row = p.map.row(run->owner);
     if (p.heads > 4 && __syncthreads_or(has_further_heads(p, token, rows)))
         quad_shift = p.heads > 8 ? 2 : 1;
     for (int first = 0, here; first < rows; first += here) {
         here = min(rows - first, PACKS * 4 >> quad_shift);
         int packs = (here + 3) / 4 << quad_shift;
-        fill_batch<ALIGNED>(p, b, w, start, {token, (uint32_t)first, (uint32_t)here, packs, quad_shift});
-        __syncthreads();
-        score_packs<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift);
+        score_packs<ALIGNED>(p, b, row, from * TILE, min(to * TILE, regions), packs, quad_shift, [&] {
+            fill_batch<ALIGNED>(p, b, run, {token, (uint32_t)first, (uint32_t)here, packs, quad_shift});
+            __syncthreads();
+        });
         __syncthreads();
     }
 }
@@ -416,8 +411,7 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3)
 {
     extern __shared__ __align__(16) unsigned char shared[];
     batch<PACKS> &b = *(batch<PACKS> *)shared;
-    __shared__ uint32_t list[LIST + 1];
-    __shared__ window_tokens w;
+    window_list &list = *(window_list *)(shared + sizeof b);
     start_kernel_behind();
     if (p.metadata)
         for (uint32_t row = blockIdx.x * THREADS + threadIdx.x; row < p.count * p.groups;
@@ -425,26 +419,22 @@ __global__ void __launch_bounds__(THREADS, PACKS > 2 ? 2 : 3)
             write_metadata(p, row);
     if (!p.scores)
         return;
-    for (uint32_t base = 0; base < p.windows; base += LIST) {
-        if (p.windows > 1) {
-            make_list(list, base + threadIdx.x < p.windows ? window_tiles(p, base + threadIdx.x) : 0);
-        } else { /* all threads find the same */
-            list[threadIdx.x + 1] = window_tiles(p, 0);
-            list[0] = 0;
-            __syncthreads();
-        }
-        uint32_t total = list[LIST], each = total / gridDim.x, further = total - each * gridDim.x;
+    for (uint32_t first = 0; first < p.count; first += p.listed) {
+        uint32_t listed = min(p.count - first, p.listed);
+        make_list(p, list, first, listed);
+        uint32_t total = list.before[LIST], each = total / gridDim.x, further = total - each * gridDim.x;
         uint32_t at = each * blockIdx.x + min(blockIdx.x, further), end = at + each + (blockIdx.x < further);
         while (at < end) {
-            int window = p.windows > 1 ? find_window(list, at) : 0;
-            uint32_t begin = list[window], window_end = min(list[window + 1], end), most;
-            load_window(p, w, base + window);
-            for (int start = 0, stop; start < w.count; start = stop) {
-                stop = find_run(w, start, most);
-                uint32_t run_end = begin + tiles_of(most), from = max(at, begin), to = min(run_end, window_end);
+            uint32_t window = find_window(list, at), begin = list.before[window], most;
+            uint32_t window_end = min(list.before[window + 1], end);
+            int token = (int)(window * p.window), tokens_end = (int)min(token + p.window, listed);
+            for (int stop; token < tokens_end; token = stop) {
+                stop = find_run(list.tokens, token, tokens_end, most);
+                uint32_t tiles = begin + START, run_end = begin + work_of(most);
+                uint32_t from = max(at, tiles), to = min(run_end, window_end);
                 if (from < to)
-                    score_run<ALIGNED>(p, b, w, start, stop, most, (base + window) * p.window + start,
-                                       from - begin, to - begin);
+                    score_run<ALIGNED>(p, b, list.tokens + token, first + token, stop - token, most,
+                                       from - tiles, to - tiles);
                 begin = run_end;
             }
             at = window_end;
@@ -471,19 +461,33 @@ uint32_t window_size(const score_params &p, bool mixed, int packs)
     return size;
 }
 
+/* Tokens that are listed at a time, at most: the less shared memory, the more loads under way. */
+uint32_t most_listed(bool few)
+{
+    return few ? 256 : LIST * WINDOW_TOKENS;
+}
+
+/* Shared memory of a block: a batch of so many packs, and a list of so many tokens. */
+size_t shared_bytes(bool few, uint32_t tokens)
+{
+    return (few ? sizeof(batch<2>) : sizeof(batch<4>)) + offsetof(window_list, tokens) +
+           sizeof(listed_token) * tokens;
+}
+
 csa_status queue_score(const csa_context *context, score_params &p, bool aligned, bool mixed, void *stream)
 {
     uint64_t rows = (mixed ? WINDOW_TOKENS : (uint64_t)p.tokens.query_len) * p.groups;
     bool few = aligned && (rows + 3) / 4 * ((p.heads + 3) / 4) <= 2;
     csa_launch l;
     p.window = window_size(p, mixed, few ? 2 : 4);
-    p.windows = (p.count + p.window - 1) / p.window;
-    uint64_t tiles = (uint64_t)p.windows * tiles_of(p.regions);
-    uint64_t blocks = (uint64_t)context->multiprocessors * (few ? 3 : 2), work = p.metadata ? blocks : tiles;
-    l.grid = dim3((unsigned)(work < blocks ? work : blocks));
+    p.listed = min(p.count, min((uint32_t)LIST, most_listed(few) / p.window) * p.window);
+    uint64_t windows = (p.count + p.window - 1) / p.window, tiles = windows * (START + tiles_of(p.regions));
+    uint64_t most = (uint64_t)context->multiprocessors * (few ? 3 : 2);
+    uint64_t blocks = p.metadata ? most : (tiles + 1) / 2; /* whose warps take two tiles at a time */
+    l.grid = dim3((unsigned)min(blocks, most));
     l.block = dim3(THREADS);
     l.stream = stream;
-    l.shared = few ? sizeof(batch<2>) : sizeof(batch<4>);
+    l.shared = shared_bytes(few, p.listed);
     return csa_queue("score",
                      few       ? score_kernel<true, 2>
                      : aligned ? score_kernel<true, 4>
@@ -495,10 +499,12 @@ csa_status queue_score(const csa_context *context, score_params &p, bool aligned
 
 csa_status csa_cuda_load_score(void)
 {
-    csa_status status = csa_load("score", score_kernel<true, 2>, sizeof(batch<2>));
+    csa_status status = csa_load("score", score_kernel<true, 2>, shared_bytes(true, most_listed(true)));
     if (status == CSA_OK)
-        status = csa_load("score", score_kernel<true, 4>, sizeof(batch<4>));
-    return status == CSA_OK ? csa_load("score", score_kernel<false, 4>, sizeof(batch<4>)) : status;
+        status = csa_load("score", score_kernel<true, 4>, shared_bytes(false, most_listed(false)));
+    if (status == CSA_OK)
+        status = csa_load("score", score_kernel<false, 4>, shared_bytes(false, most_listed(false)));
+    return status;
 }
 
 /* What scoring alone and scoring in a step have in common. */

@@ -95,12 +95,13 @@ static __device__ __forceinline__ float exp2_fast(float x)
 
 /* ---- Loads and asynchronous copies -------------------------------------------------------------- */
 
-/* 16 bytes of what nobody writes meanwhile and few read again; the neighbours in 256 bytes will be wanted too.
- * volatile: where a condition guards the address, it must not be loaded before. */
+/* 16 bytes of what nobody writes meanwhile and few read again; the neighbours in 128 bytes will be wanted too.
+ * (Asking for 256 makes part of them cross from one half of the L2 cache to the other twice.) volatile: where a
+ * condition guards the address, it must not be loaded before. */
 static __device__ __forceinline__ uint4 load_streaming_16(const void *from)
 {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(from));
     return v;
