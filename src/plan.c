@@ -23,16 +23,18 @@ int64_t csa_peak_stride(const csa_step_shape *shape)
     return shape->cuda && shape->regions > CSA_SHORT_ROW ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
 }
 
-int64_t csa_record_count(const csa_step_shape *shape)
+static int64_t least(int64_t a, int64_t b)
 {
-    size_t fitting = shape->limit / 8 / CSA_RECORD_BYTES;
-    return !shape->cuda ? 0 : fitting < CSA_RECORDS ? (int64_t)fitting : CSA_RECORDS;
+    return a < b ? a : b;
 }
 
-/* What does not grow with a chunk: gaps for alignment, and parts. */
-static size_t fixed_bytes(const csa_step_shape *shape)
+int64_t csa_record_count(const csa_step_shape *shape, int64_t tokens)
 {
-    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_record_count(shape) * CSA_RECORD_BYTES;
+    int64_t columns = csa_list_columns(shape), rows = least(tokens, CSA_CUT_ROWS) * shape->groups;
+    int64_t units = least(rows * ((columns + CSA_UNIT - 1) / CSA_UNIT), CSA_CUT_UNITS);
+    int64_t pieces = least(rows, CSA_CUT_ROWS) * ((columns + CSA_PIECE - 1) / CSA_PIECE);
+    int64_t fitting = (int64_t)(shape->limit / 2 / CSA_RECORD_BYTES);
+    return shape->cuda ? least(units > pieces ? units : pieces, fitting) : 0;
 }
 
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
@@ -45,28 +47,40 @@ static size_t token_bytes(const csa_step_shape *shape)
     return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
 }
 
-/* What the limit leaves for tokens: never less than one of them. */
-static size_t budget(const csa_step_shape *shape)
+/* Scratch of so many tokens at a time, gaps for alignment included; SIZE_MAX: more than an address space. */
+static size_t chunk_bytes(const csa_step_shape *shape, int64_t tokens)
 {
-    size_t one = token_bytes(shape), fixed = fixed_bytes(shape);
-    size_t left = shape->limit > fixed ? shape->limit - fixed : 0;
-    return left > one ? left : one;
+    size_t bytes, parts = (size_t)csa_record_count(shape, tokens) * CSA_RECORD_BYTES + ALIGNMENT * ARRAYS;
+    if (__builtin_mul_overflow((size_t)tokens, token_bytes(shape), &bytes) ||
+        __builtin_add_overflow(bytes, parts, &bytes))
+        return SIZE_MAX;
+    return bytes;
+}
+
+static bool fits(const csa_step_shape *shape, size_t bytes)
+{
+    return bytes < SIZE_MAX && bytes <= shape->limit;
 }
 
 int64_t csa_chunk_tokens(const csa_step_shape *shape)
 {
-    int64_t fitting = (int64_t)(budget(shape) / token_bytes(shape));
-    return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
+    int64_t fitting = 1, most = shape->tokens;
+    while (fitting < most) {
+        int64_t tokens = most - (most - fitting) / 2;
+        if (fits(shape, chunk_bytes(shape, tokens)))
+            fitting = tokens;
+        else
+            most = tokens - 1;
+    }
+    return fitting;
 }
 
 size_t csa_step_bytes(const csa_step_shape *shape)
 {
-    size_t all;
     if (shape->tokens == 0)
         return 0;
-    if (__builtin_mul_overflow((size_t)shape->tokens, token_bytes(shape), &all) || all > budget(shape))
-        all = budget(shape);
-    return all + fixed_bytes(shape);
+    size_t all = chunk_bytes(shape, shape->tokens), one = chunk_bytes(shape, 1);
+    return fits(shape, all) ? all : one > shape->limit ? one : shape->limit;
 }
 
 static void *carve(char **next, size_t bytes)
@@ -85,7 +99,7 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
-    a.records = carve(&next, (size_t)csa_record_count(shape) * CSA_RECORD_BYTES);
+    a.records = carve(&next, (size_t)csa_record_count(shape, (int64_t)tokens) * CSA_RECORD_BYTES);
     a.peaks = carve(&next, csa_step_ranks(shape) ? rows * (size_t)csa_peak_stride(shape) * sizeof *a.peaks : 0);
     a.scores = (float *)next;
     return a;

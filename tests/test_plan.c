@@ -52,6 +52,42 @@ static void bytes_grow_within_the_limit(void **state)
     CHECK(csa_step_bytes(&none) == 0);
 }
 
+/* Scratch of so many tokens at a time, with as much room for parts as the limit leaves. */
+static size_t chunk_bytes(csa_step_shape s, int64_t tokens)
+{
+    csa_step_shape free = s;
+    free.tokens = tokens;
+    free.limit = SIZE_MAX;
+    int64_t less = csa_record_count(&free, tokens) - csa_record_count(&s, tokens);
+    CHECK(less >= 0);
+    return csa_step_bytes(&free) - (size_t)less * CSA_RECORD_BYTES;
+}
+
+/* As many parts as rows are cut into, which grow with everything. */
+static void parts_find_room(void **state)
+{
+    (void)state;
+    csa_step_shape s = {.tokens = 1, .groups = 1, .regions = 5000, .topk = 512, .limit = SIZE_MAX};
+    CHECK(csa_record_count(&s, 1000) == 0);
+    s.cuda = true;
+    CHECK(csa_record_count(&s, 1) == 65); /* units */
+    CHECK(csa_record_count(&s, 9) == 9 * 65);
+    CHECK(csa_record_count(&s, 80) == 80 * 9); /* pieces */
+    CHECK(csa_record_count(&s, 255) == 255 * 9);
+    CHECK(csa_record_count(&s, INT32_MAX) == 255 * 9);
+    s.limit = 200 * CSA_RECORD_BYTES;
+    CHECK(csa_record_count(&s, 1000) == 100);
+    for (int draw = 0; draw < 20000; draw++) {
+        test_set_draw(draw);
+        test_random r = random_of((uint64_t)draw, 34);
+        csa_step_shape a = draw_shape(&r), more = a;
+        int64_t tokens = a.tokens + random_between(&r, 0, 100);
+        more.regions += random_between(&r, 0, 1000);
+        more.limit += random_between(&r, 0, 100000);
+        CHECK(csa_record_count(&more, tokens) >= csa_record_count(&a, a.tokens));
+    }
+}
+
 static void chunks_cover_the_tokens(void **state)
 {
     (void)state;
@@ -66,14 +102,10 @@ static void chunks_cover_the_tokens(void **state)
         more = s;
         more.tokens += random_between(&r, 0, 1000);
         CHECK(csa_chunk_tokens(&more) >= chunk);
-        csa_step_shape alone = {1, s.groups, s.regions, s.topk, SIZE_MAX, false}, two = alone;
-        alone.cuda = two.cuda = s.cuda;
-        two.tokens = 2;
-        size_t token = csa_step_bytes(&two) - csa_step_bytes(&alone);
-        alone.limit = s.limit;
-        size_t fixed = csa_step_bytes(&alone) - token;
         if (chunk < s.tokens) /* one token more would not fit */
-            CHECK((size_t)(chunk + 1) * token + fixed > s.limit);
+            CHECK(chunk_bytes(s, chunk + 1) > s.limit);
+        if (chunk > 1)
+            CHECK(chunk_bytes(s, chunk) <= s.limit);
         csa_step_shape one = s;
         one.limit = 1;
         CHECK(csa_chunk_tokens(&one) == 1);
@@ -104,7 +136,7 @@ static void layouts_fit(void **state)
         expect_apart(a.owners, tokens * 8, a.current, "owners");
         expect_apart(a.current, rows * 8, a.selected, "current");
         expect_apart(a.selected, rows * columns * 8, a.records, "selected");
-        size_t records = (size_t)csa_record_count(&s);
+        size_t records = (size_t)csa_record_count(&s, (int64_t)tokens);
         CHECK(s.cuda || records == 0);
         expect_apart(a.records, records * CSA_RECORD_BYTES, a.peaks, "records");
         size_t peaks = s.cuda && csa_step_ranks(&s) ? rows * (size_t)csa_peak_stride(&s) * 4 : 0;
@@ -436,15 +468,11 @@ int main(void)
 {
     test_needs_host("it links the library's objects themselves, the mirror cannot stand in front of them");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bytes_grow_within_the_limit),
-        cmocka_unit_test(chunks_cover_the_tokens),
-        cmocka_unit_test(layouts_fit),
-        cmocka_unit_test(huge_sizes_do_not_overflow),
-        cmocka_unit_test(exact_workspace),
-        cmocka_unit_test(plans_are_made_anew),
-        cmocka_unit_test(positions_are_upper_bounds),
-        cmocka_unit_test(bad_plans_are_refused),
-        cmocka_unit_test(wrong_plans_are_refused),
+        cmocka_unit_test(bytes_grow_within_the_limit), cmocka_unit_test(parts_find_room),
+        cmocka_unit_test(chunks_cover_the_tokens),     cmocka_unit_test(layouts_fit),
+        cmocka_unit_test(huge_sizes_do_not_overflow),  cmocka_unit_test(exact_workspace),
+        cmocka_unit_test(plans_are_made_anew),         cmocka_unit_test(positions_are_upper_bounds),
+        cmocka_unit_test(bad_plans_are_refused),       cmocka_unit_test(wrong_plans_are_refused),
         cmocka_unit_test(scratch_is_on_huge_pages),
     };
     test_seed();

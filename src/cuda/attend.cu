@@ -195,7 +195,8 @@ int64_t spreading_shared(const csa_context *context, int64_t needed, int64_t blo
     return max(needed, min(MULTIPROCESSOR_SHARED / each - BLOCK_SHARED, (int64_t)MOST_SHARED));
 }
 
-/* Cuts rows: by units where these are all worked on at a time, else by pieces, as far as there is room. */
+/* Cuts rows: by units where these are all worked on at a time, else by pieces, as far as there is room and
+ * whole rows would be too few. */
 csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t room,
                         bool overlap, void *stream)
 {
@@ -206,7 +207,7 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
         p.part = 1;
         p.parts = (int)units;
         kernel = 2 * rows * units <= at_once ? PARTS_BY_4 : PARTS_BY_2;
-    } else if (rows * pieces <= room) {
+    } else if (rows <= CSA_CUT_ROWS && rows * pieces <= room) {
         p.part = UNITS;
         p.parts = (int)pieces;
         kernel = PARTS_BY_2;
@@ -284,7 +285,6 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
 csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *args)
 {
     csa_span all = {0, args->query.shape[0]};
-    size_t room = args->workspace.bytes / CSA_RECORD_BYTES;
     return csa_cuda_attend_span(context, args, all, false, args->workspace.data,
-                                room < CSA_RECORDS ? (int64_t)room : CSA_RECORDS);
+                                (int64_t)(args->workspace.bytes / CSA_RECORD_BYTES));
 }

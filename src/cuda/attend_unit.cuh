@@ -43,7 +43,7 @@ namespace
 enum {
     HEADS = CSA_MAX_HEADS,
     SIZE = CSA_HEAD_SIZE,
-    UNIT = 8,                 /* regions */
+    UNIT = CSA_UNIT,          /* regions */
     UNITS = CSA_PIECE / UNIT, /* of a piece */
     TILES = SIZE / 8          /* products of 8 values */
 };
