@@ -50,7 +50,8 @@ static size_t token_bytes(const csa_step_shape *shape)
 /* Scratch of so many tokens at a time, gaps for alignment included; SIZE_MAX: more than an address space. */
 static size_t chunk_bytes(const csa_step_shape *shape, int64_t tokens)
 {
-    size_t bytes, parts = (size_t)csa_record_count(shape, tokens) * CSA_RECORD_BYTES + ALIGNMENT * ARRAYS;
+    size_t bytes,
+        parts = (size_t)csa_record_count(shape, tokens) * CSA_RECORD_BYTES + (size_t)ALIGNMENT * ARRAYS;
     if (__builtin_mul_overflow((size_t)tokens, token_bytes(shape), &bytes) ||
         __builtin_add_overflow(bytes, parts, &bytes))
         return SIZE_MAX;
