@@ -23,20 +23,6 @@ int64_t csa_peak_stride(const csa_step_shape *shape)
     return shape->cuda && shape->regions > CSA_SHORT_ROW ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
 }
 
-static int64_t least(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
-int64_t csa_record_count(const csa_step_shape *shape, int64_t tokens)
-{
-    int64_t columns = csa_list_columns(shape), rows = least(tokens, CSA_CUT_ROWS) * shape->groups;
-    int64_t units = least(rows * ((columns + CSA_UNIT - 1) / CSA_UNIT), CSA_CUT_UNITS);
-    int64_t pieces = least(rows, CSA_CUT_ROWS) * ((columns + CSA_PIECE - 1) / CSA_PIECE);
-    int64_t fitting = (int64_t)(shape->limit / 2 / CSA_RECORD_BYTES);
-    return shape->cuda ? least(units > pieces ? units : pieces, fitting) : 0;
-}
-
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
  * there is a choice, scores and peaks. */
 static size_t token_bytes(const csa_step_shape *shape)
@@ -47,41 +33,55 @@ static size_t token_bytes(const csa_step_shape *shape)
     return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
 }
 
-/* Scratch of so many tokens at a time, gaps for alignment included; SIZE_MAX: more than an address space. */
-static size_t chunk_bytes(const csa_step_shape *shape, int64_t tokens)
+/* Scratch of a chunk, gaps for alignment included, but for parts. */
+static size_t chunk_bytes(const csa_step_shape *shape)
 {
-    size_t bytes,
-        parts = (size_t)csa_record_count(shape, tokens) * CSA_RECORD_BYTES + (size_t)ALIGNMENT * ARRAYS;
-    if (__builtin_mul_overflow((size_t)tokens, token_bytes(shape), &bytes) ||
-        __builtin_add_overflow(bytes, parts, &bytes))
-        return SIZE_MAX;
-    return bytes;
-}
-
-static bool fits(const csa_step_shape *shape, size_t bytes)
-{
-    return bytes < SIZE_MAX && bytes <= shape->limit;
+    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_chunk_tokens(shape) * token_bytes(shape);
 }
 
 int64_t csa_chunk_tokens(const csa_step_shape *shape)
 {
-    int64_t fitting = 1, most = shape->tokens;
-    while (fitting < most) {
-        int64_t tokens = most - (most - fitting) / 2;
-        if (fits(shape, chunk_bytes(shape, tokens)))
-            fitting = tokens;
-        else
-            most = tokens - 1;
-    }
-    return fitting;
+    size_t one = token_bytes(shape), gaps = (size_t)ALIGNMENT * ARRAYS;
+    int64_t fitting = shape->limit > gaps + one ? (int64_t)((shape->limit - gaps) / one) : 1;
+    return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
+}
+
+/* Records of each row if it leaves so many; one alone would only be read again. */
+static int64_t records_of(int64_t rows, int64_t parts)
+{
+    return parts > 1 ? rows * parts : 0;
+}
+
+/* Records of the step's rows, or of fewer, whichever are more. */
+static int64_t wanted_records(const csa_step_shape *shape)
+{
+    int64_t columns = csa_list_columns(shape), rows = CSA_CUT_ROWS;
+    if (!shape->cuda)
+        return 0;
+    if (shape->tokens < rows && shape->tokens * shape->groups < rows)
+        rows = shape->tokens * shape->groups;
+    int64_t units = records_of(rows, (columns + CSA_UNIT - 1) / CSA_UNIT),
+            pieces = records_of(rows, (columns + CSA_PIECE - 1) / CSA_PIECE);
+    units = units < CSA_CUT_UNITS ? units : CSA_CUT_UNITS;
+    return units > pieces ? units : pieces;
 }
 
 size_t csa_step_bytes(const csa_step_shape *shape)
 {
     if (shape->tokens == 0)
         return 0;
-    size_t all = chunk_bytes(shape, shape->tokens), one = chunk_bytes(shape, 1);
-    return fits(shape, all) ? all : one > shape->limit ? one : shape->limit;
+    size_t bytes = chunk_bytes(shape), parts = (size_t)wanted_records(shape) * CSA_RECORD_BYTES;
+    if (bytes >= shape->limit)
+        return bytes;
+    bool whole = csa_chunk_tokens(shape) == shape->tokens;
+    return whole && parts < shape->limit - bytes ? bytes + parts : shape->limit;
+}
+
+int64_t csa_record_count(const csa_step_shape *shape)
+{
+    int64_t wanted = wanted_records(shape);
+    int64_t room = (int64_t)((csa_step_bytes(shape) - chunk_bytes(shape)) / CSA_RECORD_BYTES);
+    return wanted < room ? wanted : room;
 }
 
 static void *carve(char **next, size_t bytes)
@@ -100,7 +100,7 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.owners = carve(&next, tokens * sizeof *a.owners);
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
-    a.records = carve(&next, (size_t)csa_record_count(shape, (int64_t)tokens) * CSA_RECORD_BYTES);
+    a.records = carve(&next, (size_t)csa_record_count(shape) * CSA_RECORD_BYTES);
     a.peaks = carve(&next, csa_step_ranks(shape) ? rows * (size_t)csa_peak_stride(shape) * sizeof *a.peaks : 0);
     a.scores = (float *)next;
     return a;

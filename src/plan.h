@@ -52,13 +52,14 @@ int64_t csa_peak_stride(const csa_step_shape *shape);
 enum {
     CSA_UNIT = 8,        /* list entries */
     CSA_PIECE = 64,      /* likewise */
-    CSA_CUT_ROWS = 255,  /* more than so many are not cut, */
-    CSA_CUT_UNITS = 640, /* and rows of more units are cut into pieces */
+    CSA_CUT_ROWS = 255,  /* more rows are not cut, */
+    CSA_CUT_UNITS = 640, /* and rows of more units in all are cut into pieces; so are those of more than four
+                            units for each multiprocessor */
     CSA_RECORD_BYTES = 4 * CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2)
 };
 
-/* Records of so many tokens' rows for which a workspace has room; none but on cuda. */
-int64_t csa_record_count(const csa_step_shape *shape, int64_t tokens);
+/* Records that find room in the workspace, in what a chunk leaves of the limit; none but on cuda. */
+int64_t csa_record_count(const csa_step_shape *shape);
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
  * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
@@ -70,7 +71,7 @@ typedef struct csa_chunk_arrays {
     int64_t *owners;    /* [tokens] */
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
-    void *records;      /* [csa_record_count of so many tokens, CSA_RECORD_BYTES] */
+    void *records;      /* [csa_record_count, CSA_RECORD_BYTES] */
     float *peaks;       /* [rows, csa_peak_stride(shape)] */
     float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;

@@ -52,39 +52,46 @@ static void bytes_grow_within_the_limit(void **state)
     CHECK(csa_step_bytes(&none) == 0);
 }
 
-/* Scratch of so many tokens at a time, with as much room for parts as the limit leaves. */
+/* Scratch of so many tokens at a time, but for parts. */
 static size_t chunk_bytes(csa_step_shape s, int64_t tokens)
 {
-    csa_step_shape free = s;
-    free.tokens = tokens;
-    free.limit = SIZE_MAX;
-    int64_t less = csa_record_count(&free, tokens) - csa_record_count(&s, tokens);
-    CHECK(less >= 0);
-    return csa_step_bytes(&free) - (size_t)less * CSA_RECORD_BYTES;
+    s.tokens = tokens;
+    s.limit = SIZE_MAX;
+    return csa_step_bytes(&s) - (size_t)csa_record_count(&s) * CSA_RECORD_BYTES;
 }
 
-/* As many parts as rows are cut into, which grow with everything. */
+static int64_t records(csa_step_shape s, int64_t tokens)
+{
+    s.tokens = tokens;
+    return csa_record_count(&s);
+}
+
+/* As many parts as rows are cut into, in what the limit leaves. */
 static void parts_find_room(void **state)
 {
     (void)state;
-    csa_step_shape s = {.tokens = 1, .groups = 1, .regions = 5000, .topk = 512, .limit = SIZE_MAX};
-    CHECK(csa_record_count(&s, 1000) == 0);
+    csa_step_shape s = {.groups = 1, .regions = 5000, .topk = 512, .limit = SIZE_MAX};
+    CHECK(records(s, 1000) == 0);
     s.cuda = true;
-    CHECK(csa_record_count(&s, 1) == 65); /* units */
-    CHECK(csa_record_count(&s, 9) == 9 * 65);
-    CHECK(csa_record_count(&s, 80) == 80 * 9); /* pieces */
-    CHECK(csa_record_count(&s, 255) == 255 * 9);
-    CHECK(csa_record_count(&s, INT32_MAX) == 255 * 9);
-    s.limit = 200 * CSA_RECORD_BYTES;
-    CHECK(csa_record_count(&s, 1000) == 100);
+    CHECK(records(s, 1) == 65); /* units */
+    CHECK(records(s, 9) == 9 * 65);
+    CHECK(records(s, 80) == 80 * 9); /* pieces */
+    CHECK(records(s, 255) == 255 * 9);
+    CHECK(records(s, INT32_MAX) == 255 * 9);
+    s.limit = chunk_bytes(s, 80) + 10 * CSA_RECORD_BYTES;
+    CHECK(records(s, 80) == 10);
+    s.topk = 7;
+    CHECK(records(s, 1) == 0); /* one unit */
     for (int draw = 0; draw < 20000; draw++) {
         test_set_draw(draw);
         test_random r = random_of((uint64_t)draw, 34);
         csa_step_shape a = draw_shape(&r), more = a;
-        int64_t tokens = a.tokens + random_between(&r, 0, 100);
+        size_t least = chunk_bytes(a, 1);
+        CHECK(csa_step_bytes(&a) <= (a.limit > least ? a.limit : least));
+        a.limit = more.limit = SIZE_MAX;
+        more.tokens += random_between(&r, 0, 100);
         more.regions += random_between(&r, 0, 1000);
-        more.limit += random_between(&r, 0, 100000);
-        CHECK(csa_record_count(&more, tokens) >= csa_record_count(&a, a.tokens));
+        CHECK(csa_record_count(&more) >= csa_record_count(&a));
     }
 }
 
@@ -136,7 +143,7 @@ static void layouts_fit(void **state)
         expect_apart(a.owners, tokens * 8, a.current, "owners");
         expect_apart(a.current, rows * 8, a.selected, "current");
         expect_apart(a.selected, rows * columns * 8, a.records, "selected");
-        size_t records = (size_t)csa_record_count(&s, (int64_t)tokens);
+        size_t records = (size_t)csa_record_count(&s);
         CHECK(s.cuda || records == 0);
         expect_apart(a.records, records * CSA_RECORD_BYTES, a.peaks, "records");
         size_t peaks = s.cuda && csa_step_ranks(&s) ? rows * (size_t)csa_peak_stride(&s) * 4 : 0;

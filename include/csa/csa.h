@@ -475,9 +475,9 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
  * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
  * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
- * cuda: up to 255 rows are cut into parts if the workspace has room for them, 12,416 bytes each: R *
- * ceil(columns / 64) parts or, where those are at most 640, R * ceil(columns / 8). The bits are the same
- * without, but few rows take several times as long.
+ * cuda: up to 255 rows are cut into parts if the workspace has room for all of them, 12,416 bytes each: R *
+ * ceil(columns / 8) parts where these are at most 640, and at most four for each multiprocessor, else R *
+ * ceil(columns / 64). The bits are the same without, but few rows take several times as long.
  */
 typedef struct csa_attend_args {
     size_t size;

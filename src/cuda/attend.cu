@@ -201,13 +201,14 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
                         bool overlap, void *stream)
 {
     int64_t units = (p.columns + UNIT - 1) / UNIT, pieces = (p.columns + CSA_PIECE - 1) / CSA_PIECE;
-    int64_t at_once = 4 * (int64_t)context->multiprocessors;
+    int64_t at_once = min(4 * (int64_t)context->multiprocessors, (int64_t)CSA_CUT_UNITS);
+    bool few = rows <= CSA_CUT_ROWS;
     int kernel = WHOLE_ROWS;
-    if (rows * units <= min(at_once, room)) {
+    if (few && units > 1 && rows * units <= min(at_once, room)) {
         p.part = 1;
         p.parts = (int)units;
         kernel = 2 * rows * units <= at_once ? PARTS_BY_4 : PARTS_BY_2;
-    } else if (rows <= CSA_CUT_ROWS && rows * pieces <= room) {
+    } else if (few && pieces > 1 && rows * pieces <= room) {
         p.part = UNITS;
         p.parts = (int)pieces;
         kernel = PARTS_BY_2;

@@ -3,8 +3,9 @@
  *
  * A warp has one tile of 8 values, for 16 heads. Parts that are pieces: it joins them one after the other, in a
  * block with the warps of 7 more tiles. Parts that are units: the warps of a block take the pieces of one tile
- * in turn and join their units, and the first warp joins the pieces. Records are read as lanes left them; 8 are
- * on their way at a time. Bound by the way to the L2 cache and back, twice. SPDX-License-Identifier: Apache-2.0
+ * in turn and join their units, and the first warp joins the pieces. Records are read as lanes left them; 8 or
+ * 9 are on their way at a time. Bound by the way to the L2 cache and back, twice. SPDX-License-Identifier:
+ * Apache-2.0
  */
 #include "attend_join.cuh"
 #include "attend_result.cuh"

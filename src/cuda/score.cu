@@ -7,11 +7,11 @@
  * the fourth are further packs of the same rows, left out where all their weights are zero (they only pad).
  *
  * Work: the windows' tiles of 32 regions in one list, cut evenly over a fixed number of blocks, where the start
- * of a run counts as some tiles. A warp takes half a tile or a whole one, and asks for the next one before it
- * works on it. Its lanes load 16 bytes of a summary each, straight into the registers of the product: both
- * operands number the inner index as the loads do. e4m3 becomes f16 exactly, products are exact, sums are fp32:
- * 16 products of 16 in order, however many rows share them. The queries of a run come to shared memory, as the
- * product wants them, while its first summaries are on their way.
+ * of a run counts as some tiles. A warp takes half a tile (one or two packs), asking for the next one before it
+ * works on it, or a whole one. Its lanes load 16 bytes of a summary each, straight into the registers of the
+ * product: both operands number the inner index as the loads do. e4m3 becomes f16 exactly, products are exact,
+ * sums are fp32: 16 products of 16 in order, however many rows share them. The queries of a run come to shared
+ * memory, as the product wants them, while (half tiles) its first summaries are on their way.
  *
  * Bound by memory for up to four packs: 8 KB of a warp are under way at a time, 8 to 12 warps a multiprocessor.
  * SPDX-License-Identifier: Apache-2.0
@@ -483,7 +483,7 @@ csa_status queue_score(const csa_context *context, score_params &p, bool aligned
     p.listed = min(p.count, min((uint32_t)LIST, most_listed(few) / p.window) * p.window);
     uint64_t windows = (p.count + p.window - 1) / p.window, tiles = windows * (START + tiles_of(p.regions));
     uint64_t most = (uint64_t)context->multiprocessors * (few ? 3 : 2);
-    uint64_t blocks = p.metadata ? most : (tiles + 1) / 2; /* whose warps take two tiles at a time */
+    uint64_t blocks = p.metadata ? most : (tiles + 1) / 2; /* two of which a block takes at a time at least */
     l.grid = dim3((unsigned)min(blocks, most));
     l.block = dim3(THREADS);
     l.stream = stream;

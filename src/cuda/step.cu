@@ -53,7 +53,7 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
         status = csa_cuda_select_span(context, &select, a->tokens, span, behind_score, &peaks);
     if (status == CSA_OK)
         status = csa_cuda_attend_span(context, &attend, span, true, chunk->scratch.records,
-                                      csa_record_count(chunk->shape, chunk->count));
+                                      csa_record_count(chunk->shape));
     return status;
 }
 
