@@ -20,6 +20,7 @@ is kv_per_request $((8192 * 768))
 is summaries_per_request $((1024 * 256))
 is ring_per_request $((7 * 1024))
 [ "$(field workspace)" -gt 0 ] || die "workspace"
+[ "$(field workspace_cuda)" -ge $((65 * 12416)) ] || die "workspace_cuda: room for 65 parts"
 if grep -q second "$out"; then die "a time without a bandwidth"; fi
 
 # Everything is attended: nothing to score. e4m3 halves the rows; the position is the fourth of its region.

@@ -52,9 +52,9 @@ typedef struct size_options {
 /* Everything that is printed. */
 typedef struct size_report {
     const size_options *options;
-    cost_step decode, prefill; /* of one layer; prefill only with prefill_rows */
-    cost_memory memory;        /* of one layer */
-    size_t workspace;
+    cost_step decode, prefill;        /* of one layer; prefill only with prefill_rows */
+    cost_memory memory;               /* of one layer */
+    size_t workspace, workspace_cuda; /* on a host back end, on cuda */
 } size_report;
 
 /* ---- Arguments ---------------------------------------------------------------------------------- */
@@ -129,7 +129,7 @@ static bool exact(const size_report *r)
     return cost_mul(r->memory.all, layers) <= most;
 }
 
-static int ask_workspace(const size_options *o, size_t *bytes)
+static int ask_workspace(const size_options *o, csa_backend backend, size_t *bytes)
 {
     const cost_model *m = &o->model;
     csa_serving serving = {
@@ -144,7 +144,8 @@ static int ask_workspace(const size_options *o, size_t *bytes)
         .topk = (int32_t)m->topk,
         .kv_dtype = m->e4m3 ? CSA_E4M3 : CSA_BF16,
     };
-    csa_status status = csa_workspace_size(NULL, &serving, bytes);
+    csa_context_options options = {.size = sizeof options, .backend = backend};
+    csa_status status = csa_workspace_size(&options, &serving, bytes);
     return status ? tool_library_error("size", "csa_workspace_size", status) : TOOL_OK;
 }
 
@@ -157,7 +158,8 @@ static int work_out(const size_options *o, size_report *r)
     r->memory = cost_of_memory(&o->model);
     if (!exact(r))
         return tool_fail(TOOL_USAGE, "size", "these sizes give figures past 2^63");
-    return ask_workspace(o, &r->workspace);
+    int code = ask_workspace(o, CSA_BACKEND_DEFAULT, &r->workspace);
+    return code ? code : ask_workspace(o, CSA_BACKEND_CUDA, &r->workspace_cuda);
 }
 
 static double least_seconds(const cost *c, const size_options *o)
@@ -215,7 +217,8 @@ static void print_memory(const size_report *r)
     printf("  request    %12s\n", units_bytes(m->request).s);
     printf("  %" PRId64 " request%s, %" PRId64 " layer%s: %s\n", o->model.batch, o->model.batch > 1 ? "s" : "",
            o->layers, o->layers > 1 ? "s" : "", units_bytes(m->all * (uint64_t)o->layers).s);
-    printf("workspace, shared by all layers: %s\n", units_bytes(r->workspace).s);
+    printf("workspace, shared by all layers: %s, on cuda %s\n", units_bytes(r->workspace).s,
+           units_bytes(r->workspace_cuda).s);
 }
 
 static void print_text(const size_report *r)
@@ -223,9 +226,10 @@ static void print_text(const size_report *r)
     const size_options *o = r->options;
     const cost_model *m = &o->model;
     char title[96];
-    printf("context %" PRId64 ", batch %" PRId64 ", %" PRId64 " groups of %" PRId64 " heads, %" PRId64
+    printf("context %" PRId64 ", batch %" PRId64 ", %" PRId64 " group%s of %" PRId64 " heads, %" PRId64
            " index heads, topk %" PRId64 ", blocks of %" PRId64 ", %s\n",
-           m->context, m->batch, m->groups, m->heads, m->index_heads, m->topk, m->block_size, o->kv);
+           m->context, m->batch, m->groups, m->groups > 1 ? "s" : "", m->heads, m->index_heads, m->topk,
+           m->block_size, o->kv);
     snprintf(title, sizeof title, "decode step, batch %" PRId64 ", tokens per request: %" PRId64, m->batch,
              m->query_len);
     print_step(title, &r->decode, o);
@@ -279,10 +283,11 @@ static json_t *model_json(const size_options *o)
 static json_t *memory_json(const size_report *r)
 {
     const cost_memory *m = &r->memory;
-    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "kv_per_request", number(m->kv), "summaries_per_request",
-                     number(m->summaries), "ring_per_request", number(m->ring), "per_request",
-                     number(m->request), "all_requests_and_layers",
-                     number(m->all * (uint64_t)r->options->layers), "workspace", number(r->workspace));
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "kv_per_request", number(m->kv),
+                     "summaries_per_request", number(m->summaries), "ring_per_request", number(m->ring),
+                     "per_request", number(m->request), "all_requests_and_layers",
+                     number(m->all * (uint64_t)r->options->layers), "workspace", number(r->workspace),
+                     "workspace_cuda", number(r->workspace_cuda));
 }
 
 /* Figures of steps are one layer's; "memory" says what is whose. */

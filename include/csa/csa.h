@@ -475,9 +475,11 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
  * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
  * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
- * cuda: up to 255 rows are cut into parts if the workspace has room for all of them, 12,416 bytes each: R *
- * ceil(columns / 8) parts where these are at most 640, and at most four for each multiprocessor, else R *
- * ceil(columns / 64). The bits are the same without, but few rows take several times as long.
+ * cuda: with W = width + 1, up to 255 rows are cut into parts of 12,416 bytes in the workspace: into R * ceil(W
+ * / 8) if these are at most 640, at most four for each multiprocessor, and find room; else into R * ceil(W /
+ * 64) if these do; else not at all, with the same bits, but few rows take several times as long. 12,416 *
+ * max(min(R
+ * * ceil(W / 8), 640), R * ceil(W / 64)) bytes are always enough: 7.9 MB for 40 rows at topk 512.
  */
 typedef struct csa_attend_args {
     size_t size;
@@ -491,7 +493,7 @@ typedef struct csa_attend_args {
     csa_tensor lse; /* fp32 [T, G, H], out, optional: natural log of the sum of exp(scale * k_scale * q.k) */
     float scale;    /* of q.k; Step-5: 192^-0.5. 0 means 0: the plain mean of the values */
     void *stream;
-    csa_workspace workspace; /* any number of bytes, 0: none; needs no csa_warm_up */
+    csa_workspace workspace; /* any number of bytes, 0: none; needs no csa_warm_up; unused on host back ends */
 } csa_attend_args;
 
 CSA_API csa_status csa_attend(const csa_context *context, const csa_attend_args *args);
@@ -628,15 +630,16 @@ typedef struct csa_serving {
 
 /*
  * Exact bytes of workspace for csa_decode, csa_prefill and csa_layer up to this size, with a context of these
- * options (NULL: defaults). No device is touched. A step of exactly this size is refused with one byte less;
- * smaller steps with the same topk need no more.
+ * options (NULL: defaults, a host back end; cuda needs more). No device is touched. A step of exactly this size
+ * is refused with one byte less; smaller steps with the same topk need no more. It holds a chunk's scores,
+ * lists and positions and, on cuda, the parts that attention cuts rows into.
  */
 CSA_API csa_status csa_workspace_size(const csa_context_options *options, const csa_serving *serving,
                                       size_t *bytes);
 
 /* Starts threads, loads what is loaded lazily, touches and prepares the workspace, so that the steps after it
  * allocate and load nothing. Once per workspace. Optional on host back ends; on cuda required before the
- * workspace's first use and before a capture, and it waits for the device. */
+ * workspace's first use (but for csa_attend's) and before a capture, and it waits for the device. */
 CSA_API csa_status csa_warm_up(const csa_context *context, const csa_serving *serving, csa_workspace workspace);
 
 #ifdef __cplusplus
