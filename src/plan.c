@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "plan.h"
 
-enum { ALIGNMENT = 64, ARRAYS = 7 };
+enum { ALIGNMENT = 64, ARRAYS = 7, GAPS = ALIGNMENT * ARRAYS };
 
 int64_t csa_list_columns(const csa_step_shape *shape)
 {
@@ -33,26 +33,39 @@ static size_t token_bytes(const csa_step_shape *shape)
     return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
 }
 
-/* Scratch of a chunk, gaps for alignment included, but for parts. */
+/* Scratch of a chunk but for parts. */
 static size_t chunk_bytes(const csa_step_shape *shape)
 {
-    return (size_t)ALIGNMENT * ARRAYS + (size_t)csa_chunk_tokens(shape) * token_bytes(shape);
+    return GAPS + (size_t)csa_chunk_tokens(shape) * token_bytes(shape);
 }
 
 int64_t csa_chunk_tokens(const csa_step_shape *shape)
 {
-    size_t one = token_bytes(shape), gaps = (size_t)ALIGNMENT * ARRAYS;
-    int64_t fitting = shape->limit > gaps + one ? (int64_t)((shape->limit - gaps) / one) : 1;
+    size_t one = token_bytes(shape);
+    int64_t fitting = shape->limit > GAPS + one ? (int64_t)((shape->limit - GAPS) / one) : 1;
     return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
 }
 
-/* Records of each row if it leaves so many; one alone would only be read again. */
-static int64_t records_of(int64_t rows, int64_t parts)
+/* Records of rows cut into parts of so many entries; one of a row alone would only be read again. */
+static int64_t records_of(int64_t rows, int64_t columns, int64_t entries)
 {
-    return parts > 1 ? rows * parts : 0;
+    return columns > entries ? rows * ((columns + entries - 1) / entries) : 0;
 }
 
-/* Records of the step's rows, or of fewer, whichever are more. */
+csa_cut csa_cut_rows(int64_t rows, int64_t columns, int64_t at_once, int64_t room)
+{
+    int64_t units = records_of(rows, columns, CSA_UNIT), pieces = records_of(rows, columns, CSA_PIECE);
+    csa_cut cut = {0, 0};
+    if (rows > CSA_CUT_ROWS)
+        return cut;
+    if (units > 0 && units <= at_once && units <= room)
+        cut = (csa_cut){CSA_UNIT, units / rows};
+    else if (pieces > 0 && pieces <= room)
+        cut = (csa_cut){CSA_PIECE, pieces / rows};
+    return cut;
+}
+
+/* What csa_cut_rows needs for the step's rows, or for fewer, whichever is more. */
 static int64_t wanted_records(const csa_step_shape *shape)
 {
     int64_t columns = csa_list_columns(shape), rows = CSA_CUT_ROWS;
@@ -60,8 +73,7 @@ static int64_t wanted_records(const csa_step_shape *shape)
         return 0;
     if (shape->tokens < rows && shape->tokens * shape->groups < rows)
         rows = shape->tokens * shape->groups;
-    int64_t units = records_of(rows, (columns + CSA_UNIT - 1) / CSA_UNIT),
-            pieces = records_of(rows, (columns + CSA_PIECE - 1) / CSA_PIECE);
+    int64_t units = records_of(rows, columns, CSA_UNIT), pieces = records_of(rows, columns, CSA_PIECE);
     units = units < CSA_CUT_UNITS ? units : CSA_CUT_UNITS;
     return units > pieces ? units : pieces;
 }

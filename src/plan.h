@@ -52,11 +52,19 @@ int64_t csa_peak_stride(const csa_step_shape *shape);
 enum {
     CSA_UNIT = 8,        /* list entries */
     CSA_PIECE = 64,      /* likewise */
-    CSA_CUT_ROWS = 255,  /* more rows are not cut, */
-    CSA_CUT_UNITS = 640, /* and rows of more units in all are cut into pieces; so are those of more than four
-                            units for each multiprocessor */
+    CSA_CUT_ROWS = 255,  /* more rows are not cut */
+    CSA_CUT_UNITS = 640, /* that are worked on at a time, at most */
     CSA_RECORD_BYTES = 4 * CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2)
 };
+
+/* List entries of a part, CSA_UNIT or CSA_PIECE, and parts of each row; both 0: rows are not cut. */
+typedef struct csa_cut {
+    int64_t entries, parts;
+} csa_cut;
+
+/* How rows with lists of so many columns are cut: into units if all are worked on `at_once`, else into pieces,
+ * if their records find room, and not into one part. */
+csa_cut csa_cut_rows(int64_t rows, int64_t columns, int64_t at_once, int64_t room);
 
 /* Records that find room in the workspace, in what a chunk leaves of the limit; none but on cuda. */
 int64_t csa_record_count(const csa_step_shape *shape);

@@ -199,24 +199,25 @@ static void expect_attended_alike(const twin *t, int64_t tokens, size_t bytes)
 static void cuts_change_nothing(void **state)
 {
     (void)state;
-    const struct {
+    const struct sizes {
         int requests, length, topk, fewer;
-    } cases[] = {{20, 3000, 200, 4}, /* by units: four warps, two */
+    } sizes[] = {{20, 3000, 200, 4}, /* by units: four warps, two */
                  {9, 9000, 1024, 4}, /* 17 pieces: by units, by pieces */
                  {256, 600, 70, 255} /* by pieces, whole */};
     const size_t room[] = {0, 1 << 20, 16 << 20};
     for (int i = 0; i < 6; i++) {
-        world_shape shape = {.requests = cases[i / 2].requests,
+        const struct sizes *of = &sizes[i / 2];
+        world_shape shape = {.requests = of->requests,
                              .heads = 11,
-                             .exact_length = cases[i / 2].length,
-                             .topk = cases[i / 2].topk,
+                             .exact_length = of->length,
+                             .topk = of->topk,
                              .kv_dtype = i % 2 ? CSA_E4M3 : CSA_BF16};
         twin t;
         make_twin(&t, shape, 82);
         CHECK_OK(queue(DECODE, &t));
         for (int k = 0; k < 3; k++) {
-            expect_attended_alike(&t, cases[i / 2].fewer, room[k]);
-            expect_attended_alike(&t, cases[i / 2].requests, room[k]);
+            expect_attended_alike(&t, of->fewer, room[k]);
+            expect_attended_alike(&t, of->requests, room[k]);
         }
         end_twin(&t);
     }

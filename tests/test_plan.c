@@ -95,6 +95,39 @@ static void parts_find_room(void **state)
     }
 }
 
+static void expect_cut(csa_cut cut, int64_t entries, int64_t parts)
+{
+    CHECKF(cut.entries == entries && cut.parts == parts, "%d parts of %d entries, expected %d of %d",
+           (int)cut.parts, (int)cut.entries, (int)parts, (int)entries);
+}
+
+static void rows_are_cut_while_there_is_room(void **state)
+{
+    (void)state;
+    expect_cut(csa_cut_rows(8, 513, 528, 520), CSA_UNIT, 65);
+    expect_cut(csa_cut_rows(8, 513, 519, 520), CSA_PIECE, 9); /* not all at once */
+    expect_cut(csa_cut_rows(8, 513, 528, 519), CSA_PIECE, 9); /* no room */
+    expect_cut(csa_cut_rows(8, 513, 528, 72), CSA_PIECE, 9);
+    expect_cut(csa_cut_rows(8, 513, 528, 71), 0, 0);
+    expect_cut(csa_cut_rows(255, 1025, 528, 255 * 17), CSA_PIECE, 17);
+    expect_cut(csa_cut_rows(256, 9, 528, 10000), 0, 0);
+    expect_cut(csa_cut_rows(8, 8, 528, 10000), 0, 0); /* one unit */
+    expect_cut(csa_cut_rows(8, 9, 528, 10000), CSA_UNIT, 2);
+    expect_cut(csa_cut_rows(200, 64, 528, 10000), 0, 0); /* too many units, one piece */
+    expect_cut(csa_cut_rows(0, 513, 528, 10000), 0, 0);
+    for (int draw = 0; draw < 20000; draw++) { /* what a step reserves is enough */
+        test_set_draw(draw);
+        test_random r = random_of((uint64_t)draw, 35);
+        csa_step_shape s = draw_shape(&r);
+        s.cuda = true;
+        s.limit = SIZE_MAX;
+        int64_t rows = random_between(&r, 1, s.tokens) * s.groups,
+                at_once = random_between(&r, 1, CSA_CUT_UNITS);
+        csa_cut all = csa_cut_rows(rows, csa_list_columns(&s), at_once, INT64_MAX);
+        CHECK(rows * all.parts <= csa_record_count(&s));
+    }
+}
+
 static void chunks_cover_the_tokens(void **state)
 {
     (void)state;
@@ -475,11 +508,17 @@ int main(void)
 {
     test_needs_host("it links the library's objects themselves, the mirror cannot stand in front of them");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bytes_grow_within_the_limit), cmocka_unit_test(parts_find_room),
-        cmocka_unit_test(chunks_cover_the_tokens),     cmocka_unit_test(layouts_fit),
-        cmocka_unit_test(huge_sizes_do_not_overflow),  cmocka_unit_test(exact_workspace),
-        cmocka_unit_test(plans_are_made_anew),         cmocka_unit_test(positions_are_upper_bounds),
-        cmocka_unit_test(bad_plans_are_refused),       cmocka_unit_test(wrong_plans_are_refused),
+        cmocka_unit_test(bytes_grow_within_the_limit),
+        cmocka_unit_test(parts_find_room),
+        cmocka_unit_test(rows_are_cut_while_there_is_room),
+        cmocka_unit_test(chunks_cover_the_tokens),
+        cmocka_unit_test(layouts_fit),
+        cmocka_unit_test(huge_sizes_do_not_overflow),
+        cmocka_unit_test(exact_workspace),
+        cmocka_unit_test(plans_are_made_anew),
+        cmocka_unit_test(positions_are_upper_bounds),
+        cmocka_unit_test(bad_plans_are_refused),
+        cmocka_unit_test(wrong_plans_are_refused),
         cmocka_unit_test(scratch_is_on_huge_pages),
     };
     test_seed();

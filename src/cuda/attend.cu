@@ -195,24 +195,17 @@ int64_t spreading_shared(const csa_context *context, int64_t needed, int64_t blo
     return max(needed, min(MULTIPROCESSOR_SHARED / each - BLOCK_SHARED, (int64_t)MOST_SHARED));
 }
 
-/* Cuts rows: by units where these are all worked on at a time, else by pieces, as far as there is room and
- * whole rows would be too few. */
 csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t room,
                         bool overlap, void *stream)
 {
-    int64_t units = (p.columns + UNIT - 1) / UNIT, pieces = (p.columns + CSA_PIECE - 1) / CSA_PIECE;
+    /* Four blocks a multiprocessor; what a step reserves is for CSA_CUT_UNITS. */
     int64_t at_once = min(4 * (int64_t)context->multiprocessors, (int64_t)CSA_CUT_UNITS);
-    bool few = rows <= CSA_CUT_ROWS;
-    int kernel = WHOLE_ROWS;
-    if (few && units > 1 && rows * units <= min(at_once, room)) {
-        p.part = 1;
-        p.parts = (int)units;
-        kernel = 2 * rows * units <= at_once ? PARTS_BY_4 : PARTS_BY_2;
-    } else if (few && pieces > 1 && rows * pieces <= room) {
-        p.part = UNITS;
-        p.parts = (int)pieces;
-        kernel = PARTS_BY_2;
-    }
+    csa_cut cut = csa_cut_rows(rows, p.columns, at_once, room);
+    p.part = (int)cut.entries / UNIT;
+    p.parts = (int)cut.parts;
+    int kernel = p.parts == 0                                   ? WHOLE_ROWS
+                 : p.part == 1 && 2 * rows * p.parts <= at_once ? PARTS_BY_4
+                                                                : PARTS_BY_2;
     variant v = fp8 ? find_variant<true>(kernel) : find_variant<false>(kernel);
     csa_launch l;
     l.grid = dim3((unsigned)rows, (unsigned)max(p.parts, 1));
