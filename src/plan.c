@@ -46,23 +46,22 @@ int64_t csa_chunk_tokens(const csa_step_shape *shape)
     return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
 }
 
-/* Records of rows cut into parts of so many entries; one of a row alone would only be read again. */
-static int64_t records_of(int64_t rows, int64_t columns, int64_t entries)
+/* Parts of so many entries of all rows; none if a row would be one, which would only be read again. */
+static int64_t parts_of(int64_t rows, int64_t columns, int64_t entries)
 {
     return columns > entries ? rows * ((columns + entries - 1) / entries) : 0;
 }
 
-csa_cut csa_cut_rows(int64_t rows, int64_t columns, int64_t at_once, int64_t room)
+csa_cut csa_cut_rows(int64_t rows, int64_t columns, const csa_cut_limits *most)
 {
-    int64_t units = records_of(rows, columns, CSA_UNIT), pieces = records_of(rows, columns, CSA_PIECE);
-    csa_cut cut = {0, 0};
-    if (rows > CSA_CUT_ROWS)
-        return cut;
-    if (units > 0 && units <= at_once && units <= room)
-        cut = (csa_cut){CSA_UNIT, units / rows};
-    else if (pieces > 0 && pieces <= room)
-        cut = (csa_cut){CSA_PIECE, pieces / rows};
-    return cut;
+    static const int64_t entries[] = {CSA_UNIT, CSA_QUAD, CSA_PIECE};
+    const int64_t parts_at_most[] = {most->units, most->quads, most->records};
+    for (int i = 0; i < 3 && rows <= most->rows; i++) {
+        int64_t parts = parts_of(rows, columns, entries[i]);
+        if (parts > 0 && parts <= parts_at_most[i] && parts <= most->records)
+            return (csa_cut){entries[i], parts / rows};
+    }
+    return (csa_cut){0, 0};
 }
 
 /* What csa_cut_rows needs for the step's rows, or for fewer, whichever is more. */
@@ -73,7 +72,7 @@ static int64_t wanted_records(const csa_step_shape *shape)
         return 0;
     if (shape->tokens < rows && shape->tokens * shape->groups < rows)
         rows = shape->tokens * shape->groups;
-    int64_t units = records_of(rows, columns, CSA_UNIT), pieces = records_of(rows, columns, CSA_PIECE);
+    int64_t units = parts_of(rows, columns, CSA_UNIT), pieces = parts_of(rows, columns, CSA_PIECE);
     units = units < CSA_CUT_UNITS ? units : CSA_CUT_UNITS;
     return units > pieces ? units : pieces;
 }

@@ -195,15 +195,15 @@ static void expect_attended_alike(const twin *t, int64_t tokens, size_t bytes)
     CHECK_CUDA(cudaFree(attend.workspace.data));
 }
 
-/* Rows are taken whole, by pieces, or by units, which two warps or four share, as there is room and work. */
+/* Rows are taken whole, by pieces, by quads or by units, which two warps or four share, as there is room and work. */
 static void cuts_change_nothing(void **state)
 {
     (void)state;
     const struct sizes {
         int requests, length, topk, fewer;
-    } sizes[] = {{20, 3000, 200, 4}, /* by units: four warps, two */
-                 {9, 9000, 1024, 4}, /* 17 pieces: by units, by pieces */
-                 {256, 600, 70, 255} /* by pieces, whole */};
+    } sizes[] = {{20, 3000, 200, 4}, /* by units: four warps, two; in less room by quads, by pieces */
+                 {9, 9000, 1024, 4}, /* by 129 units, by 33 quads; in less room by 17 pieces, whole */
+                 {256, 1300, 160, 165} /* by pieces: two warps, four; whole */};
     const size_t room[] = {0, 1 << 20, 16 << 20};
     for (int i = 0; i < 6; i++) {
         const struct sizes *of = &sizes[i / 2];

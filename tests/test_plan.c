@@ -76,8 +76,8 @@ static void parts_find_room(void **state)
     CHECK(records(s, 1) == 65); /* units */
     CHECK(records(s, 9) == 9 * 65);
     CHECK(records(s, 80) == 80 * 9); /* pieces */
-    CHECK(records(s, 255) == 255 * 9);
-    CHECK(records(s, INT32_MAX) == 255 * 9);
+    CHECK(records(s, 384) == 384 * 9);
+    CHECK(records(s, INT32_MAX) == 384 * 9);
     s.limit = chunk_bytes(s, 80) + 10 * CSA_RECORD_BYTES;
     CHECK(records(s, 80) == 10);
     s.topk = 7;
@@ -95,35 +95,48 @@ static void parts_find_room(void **state)
     }
 }
 
-static void expect_cut(csa_cut cut, int64_t entries, int64_t parts)
+static void expect_cut(int64_t rows, int64_t columns, csa_cut_limits most, csa_cut expected)
 {
-    CHECKF(cut.entries == entries && cut.parts == parts, "%d parts of %d entries, expected %d of %d",
-           (int)cut.parts, (int)cut.entries, (int)parts, (int)entries);
+    csa_cut cut = csa_cut_rows(rows, columns, &most);
+    CHECKF(cut.entries == expected.entries && cut.parts == expected.parts,
+           "%d rows of %d: %d parts of %d entries, expected %d of %d", (int)rows, (int)columns, (int)cut.parts,
+           (int)cut.entries, (int)expected.parts, (int)expected.entries);
 }
 
 static void rows_are_cut_while_there_is_room(void **state)
 {
     (void)state;
-    expect_cut(csa_cut_rows(8, 513, 528, 520), CSA_UNIT, 65);
-    expect_cut(csa_cut_rows(8, 513, 519, 520), CSA_PIECE, 9); /* not all at once */
-    expect_cut(csa_cut_rows(8, 513, 528, 519), CSA_PIECE, 9); /* no room */
-    expect_cut(csa_cut_rows(8, 513, 528, 72), CSA_PIECE, 9);
-    expect_cut(csa_cut_rows(8, 513, 528, 71), 0, 0);
-    expect_cut(csa_cut_rows(255, 1025, 528, 255 * 17), CSA_PIECE, 17);
-    expect_cut(csa_cut_rows(256, 9, 528, 10000), 0, 0);
-    expect_cut(csa_cut_rows(8, 8, 528, 10000), 0, 0); /* one unit */
-    expect_cut(csa_cut_rows(8, 9, 528, 10000), CSA_UNIT, 2);
-    expect_cut(csa_cut_rows(200, 64, 528, 10000), 0, 0); /* too many units, one piece */
-    expect_cut(csa_cut_rows(0, 513, 528, 10000), 0, 0);
+    csa_cut_limits most = {.units = 528, .quads = 330, .rows = 176, .records = 10000};
+    const csa_cut whole = {0, 0};
+    expect_cut(8, 513, most, (csa_cut){CSA_UNIT, 65});
+    expect_cut(9, 513, most, (csa_cut){CSA_QUAD, 17}); /* too many units */
+    expect_cut(19, 513, most, (csa_cut){CSA_QUAD, 17});
+    expect_cut(20, 513, most, (csa_cut){CSA_PIECE, 9}); /* too many quads */
+    expect_cut(176, 1025, most, (csa_cut){CSA_PIECE, 17});
+    expect_cut(177, 1025, most, whole);
+    expect_cut(8, 8, most, whole); /* one unit */
+    expect_cut(8, 9, most, (csa_cut){CSA_UNIT, 2});
+    expect_cut(176, 32, most, whole); /* too many units, one quad */
+    expect_cut(176, 64, most, whole); /* too many quads, one piece */
+    expect_cut(0, 513, most, whole);
+    most.records = 519; /* no room for units */
+    expect_cut(8, 513, most, (csa_cut){CSA_QUAD, 17});
+    most.records = 8 * 17 - 1;
+    expect_cut(8, 513, most, (csa_cut){CSA_PIECE, 9});
+    most.records = 8 * 9 - 1;
+    expect_cut(8, 513, most, whole);
     for (int draw = 0; draw < 20000; draw++) { /* what a step reserves is enough */
         test_set_draw(draw);
         test_random r = random_of((uint64_t)draw, 35);
         csa_step_shape s = draw_shape(&r);
         s.cuda = true;
         s.limit = SIZE_MAX;
-        int64_t rows = random_between(&r, 1, s.tokens) * s.groups,
-                at_once = random_between(&r, 1, CSA_CUT_UNITS);
-        csa_cut all = csa_cut_rows(rows, csa_list_columns(&s), at_once, INT64_MAX);
+        int64_t rows = random_between(&r, 1, s.tokens) * s.groups;
+        most = (csa_cut_limits){.units = random_between(&r, 1, CSA_CUT_UNITS),
+                                .quads = random_between(&r, 1, CSA_CUT_UNITS),
+                                .rows = random_between(&r, 1, CSA_CUT_ROWS),
+                                .records = INT64_MAX};
+        csa_cut all = csa_cut_rows(rows, csa_list_columns(&s), &most);
         CHECK(rows * all.parts <= csa_record_count(&s));
     }
 }

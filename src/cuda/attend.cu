@@ -2,17 +2,17 @@
  * Section 6: attention of a row to the tokens of its list, straight from the paged cache.
  *
  * Order of sums, the same however a row is cut: the row's live list entries are taken in units of 8 regions (64
- * tokens), each with a softmax of its own; the 8 units of a piece (64 entries) join one after the other, and so
- * do the pieces. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the values
+ * tokens), each with a softmax of its own; the 4 units of a quad join one after the other, the 2 quads of a piece
+ * (64 entries) do, and so do the pieces. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the values
  * weighted by it.
  *
  * A warp finds the logits and the weights of a whole unit, for 16 heads (the product's rows, padded), and then
  * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the
  * two warps of a block only meet when keys or values have been used and the next ones may be copied over them.
- * Where rows are few, four warps share the unit's logits, too.
+ * Four warps, and two of e4m3 caches, share the unit's logits, too.
  *
- * A block takes a part of a row, a unit (few rows) or a piece, and leaves a record in the workspace, which
- * attend_join.cu's kernel joins; or, where there are many rows or no workspace, a whole row.
+ * A block takes a part of a row, the shorter (unit, quad, piece) the fewer rows there are, and leaves a record in
+ * the workspace, which attend_join.cu's kernel joins; or, where there are many rows or no workspace, a whole row.
  *
  * Keys and values of a region come as boxes of 8 rows, copied by the hardware and swizzled so that no load
  * conflicts. Where it cannot (portable; addresses or strides that are no multiples of 16), threads copy.
@@ -32,17 +32,23 @@
 namespace
 {
 
+/* What a block has: a unit or a quad, a piece, or a row. */
+enum share { SHORT, PIECE, ROW };
+
+/* How many blocks a multiprocessor is to have at least; of bf16 ones there is no shared memory for more. */
+template <bool FP8, int WARPS> constexpr int at_once = WARPS == 4 ? (FP8 ? 4 : 3) : FP8 ? 6 : 4;
+
 template <bool FP8, int WARPS> struct shared_state {
     /* Keys and values, each copied as soon as those of the unit before are no longer read. */
     __align__(1024) unsigned char half[2][UNIT * layout<FP8>::REGION];
     queries<FP8> query;
-    weight_exchange<WARPS> exchange;
+    weight_exchange<WARPS, shares_keys<FP8, WARPS>> exchange;
     uint32_t entries[2 * CSA_PIECE]; /* of the piece that is worked on, and the next */
     uint64_t arrived[2];
 };
 
-template <bool FP8, int WARPS, bool WHOLE>
-__global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
+template <bool FP8, int WARPS, share SHARE>
+__global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WARPS>)
     attend_kernel(const __grid_constant__ attend_params p)
 {
     constexpr int N = TILES / WARPS;
@@ -56,8 +62,8 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         barriers_publish();
     }
     const row_extent at(p, blockIdx.x);
-    int unit = WHOLE ? 0 : (int)blockIdx.y * p.part, end = WHOLE ? at.units : min(unit + p.part, at.units);
-    if (!WHOLE && unit >= end) {
+    int unit = (int)blockIdx.y * p.part, end = SHARE == ROW ? at.units : min(unit + p.part, at.units);
+    if (SHARE != ROW && unit >= end) {
         wait_for_kernel_ahead(); /* that this kernel is done shall say that those ahead are */
         return;
     }
@@ -84,15 +90,19 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
     copy(KEYS, unit < end ? entries_of(unit) : nullptr);
     copy(VALUES, unit < end ? entries_of(unit) : nullptr);
 
-    partial<N> result, row_result; /* of this piece, and (whole rows) of those before */
-    result.clear();
-    row_result.clear();
+    partial<N> quad, piece, row; /* of the units so far, of the quads and of the pieces before */
+    quad.clear();
+    piece.clear();
+    row.clear();
 #pragma unroll 1
     for (int done = 0; unit < end; unit++, done++) {
-        if (WHOLE && unit % UNITS == 0) {
-            if (unit > 0)
-                row_result.join(result);
-            result.clear();
+        if (SHARE != SHORT && unit % QUAD == 0) {
+            piece.join(quad);
+            quad.clear();
+        }
+        if (SHARE == ROW && unit % UNITS == 0) {
+            row.join(piece);
+            piece.clear();
             resolve(unit + UNITS, unit + 2 * UNITS);
         }
         const uint32_t *own = entries_of(unit), *next = unit + 1 < end ? entries_of(unit + 1) : nullptr;
@@ -105,19 +115,22 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS == 4 ? 2 : 4)
         wait_for_half(p, s.arrived[VALUES], done);
         if (!full && p.mapped)
             clear_unseen_values<FP8, WARPS>(s.half[VALUES], own);
-        result.sums.join({{w.m[0], w.m[1]}, {w.l[0], w.l[1]}}, its, other);
+        quad.sums.join({{w.m[0], w.m[1]}, {w.l[0], w.l[1]}}, its, other);
         weigh_values<FP8, WARPS>(s.half[VALUES], w, [&](int i, const float(&sums)[4]) {
-            join_values(result.o[i], sums, its, other);
+            join_values(quad.o[i], sums, its, other);
         });
         __syncthreads(); /* the values have been used */
         copy(VALUES, next);
     }
-    if (!WHOLE) {
-        store_record(p.records[(int64_t)at.row * p.parts + blockIdx.y], result, warp_tile<WARPS>);
+    if (SHARE != SHORT)
+        piece.join(quad);
+    if (SHARE == ROW) {
+        row.join(piece);
+        write_row<FP8>(p, at, finish(p, at), row, warp_tile<WARPS>, threadIdx.x < 32);
         return;
     }
-    row_result.join(result);
-    write_row<FP8>(p, at, finish(p, at), row_result, warp_tile<WARPS>, threadIdx.x < 32);
+    store_record(p.records[(int64_t)at.row * p.parts + blockIdx.y], SHARE == PIECE ? piece : quad,
+                 warp_tile<WARPS>);
 }
 
 /* ---- Launching ---------------------------------------------------------------------------------- */
@@ -130,23 +143,26 @@ struct variant {
     size_t shared;
 };
 
-template <bool FP8, int WARPS, bool WHOLE> variant make_variant()
+template <bool FP8, int WARPS, share SHARE> variant make_variant()
 {
-    return {attend_kernel<FP8, WARPS, WHOLE>, 32 * WARPS, sizeof(shared_state<FP8, WARPS>)};
+    return {attend_kernel<FP8, WARPS, SHARE>, 32 * WARPS, sizeof(shared_state<FP8, WARPS>)};
 }
 
-/* Kernels for parts, by two or four warps, and for whole rows. */
-enum { PARTS_BY_2, PARTS_BY_4, WHOLE_ROWS, KERNELS };
+enum { SHORT_BY_2, SHORT_BY_4, PIECE_BY_2, PIECE_BY_4, ROW_BY_2, KERNELS };
 
 template <bool FP8> variant find_variant(int kernel)
 {
     switch (kernel) {
-    case PARTS_BY_2:
-        return make_variant<FP8, 2, false>();
-    case PARTS_BY_4:
-        return make_variant<FP8, 4, false>();
+    case SHORT_BY_2: /* which e4m3 caches never want */
+        return make_variant<FP8, FP8 ? 4 : 2, SHORT>();
+    case SHORT_BY_4:
+        return make_variant<FP8, 4, SHORT>();
+    case PIECE_BY_2:
+        return make_variant<FP8, 2, PIECE>();
+    case PIECE_BY_4:
+        return make_variant<FP8, 4, PIECE>();
     default:
-        return make_variant<FP8, 2, true>();
+        return make_variant<FP8, 2, ROW>();
     }
 }
 
@@ -185,27 +201,49 @@ bool map_cache(CUtensorMap &map, const csa_tensor &kv, bool fp8)
 enum {
     MULTIPROCESSOR_SHARED = 228 * 1024, /* bytes, of which each block costs BLOCK_SHARED beyond its own */
     BLOCK_SHARED = 1024,
+    SHARED_STEP = 128, /* in which it is given out */
     MOST_SHARED = MULTIPROCESSOR_SHARED / 2 - BLOCK_SHARED
 };
 
 /* Shared memory with which blocks that start early cannot crowd the multiprocessors that are free first. */
-int64_t spreading_shared(const csa_context *context, int64_t needed, int64_t blocks)
+int64_t spreading_shared(int64_t processors, int64_t needed, int64_t blocks)
 {
-    int64_t each = (blocks + context->multiprocessors - 1) / context->multiprocessors;
-    return max(needed, min(MULTIPROCESSOR_SHARED / each - BLOCK_SHARED, (int64_t)MOST_SHARED));
+    int64_t each = max((blocks + processors - 1) / processors, (int64_t)1);
+    int64_t share = MULTIPROCESSOR_SHARED / each / SHARED_STEP * SHARED_STEP - BLOCK_SHARED;
+    return max(needed, min(share, (int64_t)MOST_SHARED));
+}
+
+/* What is cut how finely, as measured on an H200; records are reserved for CSA_CUT_UNITS and CSA_CUT_ROWS. */
+csa_cut_limits cut_limits(int64_t processors, bool fp8, int64_t room)
+{
+    int64_t most = CSA_CUT_UNITS;
+    csa_cut_limits limits;
+    limits.units = min(4 * processors, most);
+    limits.quads = min(fp8 ? 4 * processors : 5 * processors / 2, most);
+    limits.rows = min(fp8 ? 3 * processors : 4 * processors / 3, (int64_t)CSA_CUT_ROWS);
+    limits.records = room;
+    return limits;
+}
+
+/* Four warps are faster, unless by two all parts that are full are worked on at once and by four they are not. */
+template <bool FP8> bool wants_four_warps(int64_t processors, int64_t full)
+{
+    return full <= at_once<FP8, 4> * processors || full > at_once<FP8, 2> * processors;
 }
 
 csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, int64_t rows, int64_t room,
                         bool overlap, void *stream)
 {
-    /* Four blocks a multiprocessor; what a step reserves is for CSA_CUT_UNITS. */
-    int64_t at_once = min(4 * (int64_t)context->multiprocessors, (int64_t)CSA_CUT_UNITS);
-    csa_cut cut = csa_cut_rows(rows, p.columns, at_once, room);
+    int64_t processors = context->multiprocessors;
+    csa_cut_limits limits = cut_limits(processors, fp8, room);
+    csa_cut cut = csa_cut_rows(rows, p.columns, &limits);
     p.part = (int)cut.entries / UNIT;
     p.parts = (int)cut.parts;
-    int kernel = p.parts == 0                                   ? WHOLE_ROWS
-                 : p.part == 1 && 2 * rows * p.parts <= at_once ? PARTS_BY_4
-                                                                : PARTS_BY_2;
+    int64_t full = p.parts > 0 ? rows * p.columns / cut.entries : rows; /* parts that are, or rows */
+    bool by_4 = fp8 ? wants_four_warps<true>(processors, full) : wants_four_warps<false>(processors, full);
+    int kernel = p.parts == 0     ? ROW_BY_2
+                 : p.part < UNITS ? (by_4 ? SHORT_BY_4 : SHORT_BY_2)
+                                  : (by_4 ? PIECE_BY_4 : PIECE_BY_2);
     variant v = fp8 ? find_variant<true>(kernel) : find_variant<false>(kernel);
     csa_launch l;
     l.grid = dim3((unsigned)rows, (unsigned)max(p.parts, 1));
@@ -213,7 +251,7 @@ csa_status queue_attend(const csa_context *context, attend_params &p, bool fp8, 
     l.shared = v.shared;
     l.overlap = overlap && !context->portable;
     if (l.overlap)
-        l.shared = (size_t)spreading_shared(context, (int64_t)v.shared, rows * max(p.parts, 1));
+        l.shared = (size_t)spreading_shared(processors, (int64_t)v.shared, full);
     l.stream = stream;
     csa_status status = csa_queue("attend", v.run, l, p);
     return status == CSA_OK && p.parts > 0 ? csa_cuda_join(context, p, fp8, rows, stream) : status;

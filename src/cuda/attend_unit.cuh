@@ -44,6 +44,7 @@ enum {
     HEADS = CSA_MAX_HEADS,
     SIZE = CSA_HEAD_SIZE,
     UNIT = CSA_UNIT,          /* regions */
+    QUAD = CSA_QUAD / UNIT,   /* units */
     UNITS = CSA_PIECE / UNIT, /* of a piece */
     TILES = SIZE / 8          /* products of 8 values */
 };
@@ -316,50 +317,58 @@ __device__ __forceinline__ uint4 weigh_pair(const float (&first)[4], const float
     return make_uint4(packed[0][0], packed[0][1], packed[1][0], packed[1][1]);
 }
 
-/* Four warps share a unit: what each finds for its two regions. */
-template <int WARPS> struct weight_exchange {
+/* Do the warps of a block share the work on a unit's keys? */
+template <bool FP8, int WARPS> constexpr bool shares_keys = FP8 || WARPS == 4;
+
+/* If so, what each finds for its regions. */
+template <int WARPS, bool SHARES> struct weight_exchange {
 };
-template <> struct weight_exchange<4> {
-    float m[4][HEADS];
-    float2 sums[4][32];
-    uint4 rows[4][32];
+template <int WARPS> struct weight_exchange<WARPS, true> {
+    float m[WARPS][HEADS];
+    float2 sums[UNIT / 2][32];
+    uint4 rows[UNIT / 2][32];
 };
 
-/* Finds the weights of a unit. Two warps do so each for itself, so that nothing is exchanged; four, for whom
- * the time counts, share the work. All have used the keys when it returns. */
-template <bool FP8, int WARPS>
-__device__ __forceinline__ void find_weights(weight_exchange<WARPS> &exchange, const unsigned char *keys,
+/* Finds the weights of a unit. Two warps do so each for itself where keys are cheap to use, so that nothing is
+ * exchanged; e4m3 ones have to be converted, and four warps are for when the time of a unit counts. All have
+ * used the keys when it returns. */
+template <bool FP8, int WARPS, bool SHARES>
+__device__ __forceinline__ void find_weights(weight_exchange<WARPS, SHARES> &exchange, const unsigned char *keys,
                                              const uint32_t *entries, const queries<FP8> &q, bool full,
                                              unit_weights &w)
 {
-    constexpr int OWN = WARPS == 4 ? 2 : UNIT; /* regions */
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = WARPS == 4 ? 2 * warp : 0;
+    constexpr int OWN = SHARES ? UNIT / WARPS : UNIT, PAIRS = OWN / 2; /* regions */
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = SHARES ? OWN * warp : 0;
     float logits[OWN][4], sums[UNIT / 2][2];
     find_logits<FP8, OWN>(keys + first * layout<FP8>::REGION, entries + first, q, full, logits);
     find_largest(logits, w.m);
-    if constexpr (WARPS == 4) {
+    if constexpr (SHARES) {
         if (lane % 4 == 0) {
             exchange.m[warp][lane / 4] = w.m[0];
             exchange.m[warp][lane / 4 + 8] = w.m[1];
         }
         __syncthreads();
 #pragma unroll
-        for (int of = 0; of < 4; of++) {
+        for (int of = 0; of < WARPS; of++) {
             w.m[0] = fmaxf(w.m[0], exchange.m[of][lane / 4]);
             w.m[1] = fmaxf(w.m[1], exchange.m[of][lane / 4 + 8]);
         }
-        exchange.rows[warp][lane] = weigh_pair<FP8>(logits[0], logits[1], w.m, sums[0]);
-        exchange.sums[warp][lane] = make_float2(sums[0][0], sums[0][1]);
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            int pair = PAIRS * warp + i;
+            exchange.rows[pair][lane] = weigh_pair<FP8>(logits[2 * i], logits[2 * i + 1], w.m, sums[i]);
+            exchange.sums[pair][lane] = make_float2(sums[i][0], sums[i][1]);
+        }
         __syncthreads();
 #pragma unroll
-        for (int of = 0; of < 4; of++) {
-            float2 its = exchange.sums[of][lane];
-            w.rows[of] = exchange.rows[of][lane];
-            sums[of][0] = its.x, sums[of][1] = its.y;
+        for (int pair = 0; pair < UNIT / 2; pair++) {
+            float2 its = exchange.sums[pair][lane];
+            w.rows[pair] = exchange.rows[pair][lane];
+            sums[pair][0] = its.x, sums[pair][1] = its.y;
         }
     } else {
 #pragma unroll
-        for (int pair = 0; pair < UNIT / 2; pair++)
+        for (int pair = 0; pair < PAIRS; pair++)
             w.rows[pair] = weigh_pair<FP8>(logits[2 * pair], logits[2 * pair + 1], w.m, sums[pair]);
         __syncthreads();
     }
