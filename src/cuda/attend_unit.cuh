@@ -191,17 +191,19 @@ __device__ __forceinline__ void copy_half(const attend_params &p, unsigned char 
         copies_commit();
         return;
     }
-    if (!entries || threadIdx.x >= 32)
+    if (!entries)
         return;
-    uint32_t lane = threadIdx.x, entry = lane < UNIT ? entries[lane] : 0, physical = entry >> 4;
-    uint32_t regions = __popc(__ballot_sync(~0U, entry != 0));
-    if (lane == 0)
-        barrier_expect(&arrived, regions * layout<FP8>::REGION);
-    __syncwarp();
+    uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, region = UNIT / WARPS * warp + lane;
+    if (warp == 0) {
+        uint32_t regions = __popc(__ballot_sync(~0U, lane < UNIT && entries[lane] != 0));
+        if (lane == 0)
+            barrier_expect(&arrived, regions * layout<FP8>::REGION); /* some may have arrived already */
+    }
+    uint32_t entry = lane < UNIT / WARPS ? entries[region] : 0, physical = entry >> 4;
     int at[5] = {0, (int)((physical & ((1U << p.block_shift) - 1)) * CSA_REGION), half * layout<FP8>::CHUNKS,
                  (int)group, (int)(physical >> p.block_shift)};
     if (entry != 0)
-        copy_box(to + lane * layout<FP8>::REGION, &p.cache, at, &arrived);
+        copy_box(to + region * layout<FP8>::REGION, &p.cache, at, &arrived);
 }
 
 /* The keys or values of a block's unit `number` are there for all threads. */
@@ -260,10 +262,12 @@ __device__ __forceinline__ void find_logits(const unsigned char *keys, const uin
 #pragma unroll
             for (int r = 0; r < REGIONS; r++) {
                 uint32_t words[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
-                if (FP8)
-                    mma_f16(logits[r], a, e4m3x2_to_f16x2(words[k]), e4m3x2_to_f16x2(words[k] >> 16));
-                else
+                if (FP8) {
+                    uint2 b = e4m3x4_to_f16x4(words[k]);
+                    mma_f16(logits[r], a, b.x, b.y);
+                } else {
                     mma_bf16(logits[r], a, words[2 * k % 4], words[(2 * k + 1) % 4]);
+                }
             }
         }
     }
@@ -394,23 +398,27 @@ template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
     return FP8 ? tile / 4 * 32 + 4 * column + tile % 4 : 8 * tile + column;
 }
 
-/* Operand b of the products of tiles `tile` and tile + 1 (tile is even) with 16 tokens, regions r and r + 1. */
-template <bool FP8>
-__device__ __forceinline__ void load_values(const unsigned char *values, int r, int tile, uint32_t (&b)[2][2])
+/* Operand b of the products of some tiles from `tile` on with 16 tokens, regions r and r + 1: of two, which start
+ * at an even one, or (e4m3) of the four that share values. */
+template <bool FP8, int COUNT>
+__device__ __forceinline__ void load_values(const unsigned char *values, int r, int tile, uint32_t (&b)[COUNT][2])
 {
     using at = layout<FP8>;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (FP8) {
         int byte = tile / 4 * 32 + 4 * g, piece = byte / 16;
-        uint32_t select = tile % 4 ? 0x7362 : 0x5140; /* the upper or the lower bytes of each */
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const unsigned char *region = values + (r + half) * at::REGION + byte % 16;
             uint32_t first = *(const uint32_t *)(region + at::place(at::token(2 * t), piece)),
                      second = *(const uint32_t *)(region + at::place(at::token(2 * t + 1), piece));
-            uint32_t pairs = __byte_perm(first, second, select);
-            b[0][half] = e4m3x2_to_f16x2(pairs);
-            b[1][half] = e4m3x2_to_f16x2(pairs >> 16);
+#pragma unroll
+            for (int i = 0; i < COUNT; i += 2) {
+                uint32_t select = (tile + i) % 4 ? 0x7362 : 0x5140; /* the upper or the lower bytes of each */
+                uint2 pairs = e4m3x4_to_f16x4(__byte_perm(first, second, select));
+                b[i][half] = pairs.x;
+                b[i + 1][half] = pairs.y;
+            }
         }
     } else {
         int matrix = lane / 8;
@@ -422,27 +430,38 @@ __device__ __forceinline__ void load_values(const unsigned char *values, int r, 
     }
 }
 
+/* Weights times values of a unit for a warp's tiles `first` to + COUNT - 1. */
+template <bool FP8, int WARPS, int COUNT, typename Take>
+__device__ __forceinline__ void weigh_tiles(const unsigned char *values, const unit_weights &w, int first,
+                                            Take take)
+{
+    float sums[COUNT][4] = {};
+#pragma unroll
+    for (int step = 0; step < UNIT / 2; step++) {
+        uint32_t b[COUNT][2];
+        load_values<FP8, COUNT>(values, 2 * step, warp_tile<WARPS>(first), b);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (FP8)
+                mma_f16(sums[i], w.rows[step], b[i][0], b[i][1]);
+            else
+                mma_bf16(sums[i], w.rows[step], b[i][0], b[i][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        take(first + i, sums[i]);
+}
+
 /* Weights times values of a unit for each of a warp's tiles, which `take` gets: its number and 4 sums. */
 template <bool FP8, int WARPS, typename Take>
 __device__ __forceinline__ void weigh_values(const unsigned char *values, const unit_weights &w, Take take)
 {
+    constexpr int N = TILES / WARPS, GROUP = FP8 ? 4 : 2;
 #pragma unroll
-    for (int pair = 0; pair < TILES / WARPS; pair += 2) {
-        float sums[2][4] = {};
-#pragma unroll
-        for (int step = 0; step < UNIT / 2; step++) {
-            uint32_t b[2][2];
-            load_values<FP8>(values, 2 * step, warp_tile<WARPS>(pair), b);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (FP8)
-                    mma_f16(sums[i], w.rows[step], b[i][0], b[i][1]);
-                else
-                    mma_bf16(sums[i], w.rows[step], b[i][0], b[i][1]);
-        }
-        take(pair, sums[0]);
-        take(pair + 1, sums[1]);
-    }
+    for (int first = 0; first + GROUP <= N; first += GROUP)
+        weigh_tiles<FP8, WARPS, GROUP>(values, w, first, take);
+    if constexpr (N % GROUP)
+        weigh_tiles<FP8, WARPS, N % GROUP>(values, w, N - N % GROUP, take);
 }
 
 } // namespace

@@ -193,8 +193,8 @@ __device__ void fill_batch(const score_params &p, batch<PACKS> &b, const listed_
             int step = threadIdx.x / 32 * (STEPS / WARPS) + i, byte = step / 4 * 64 + step % 4 * 4;
             uint32_t a = low ? load_word<ALIGNED>(query + byte) : 0;
             uint32_t c = high ? load_word<ALIGNED>(query + 2 * p.query.step[2] + byte) : 0;
-            b.query[pack][step][lane] = make_uint4(e4m3x2_to_f16x2(a), e4m3x2_to_f16x2(a >> 16),
-                                                   e4m3x2_to_f16x2(c), e4m3x2_to_f16x2(c >> 16));
+            uint2 lower = e4m3x4_to_f16x4(a), higher = e4m3x4_to_f16x4(c);
+            b.query[pack][step][lane] = make_uint4(lower.x, lower.y, higher.x, higher.y);
         }
     }
 #pragma unroll 1
@@ -280,8 +280,9 @@ __device__ void score_regions(const score_params &p, const Batch &b, const tile_
         for (int i = 0; i < 2 * HALVES; i++) {
             uint4 v = tile.raw[i][step / 4];
             uint32_t word = step % 4 == 0 ? v.x : step % 4 == 1 ? v.y : step % 4 == 2 ? v.z : v.w;
-            a[i / 2][i % 2] = e4m3x2_to_f16x2(word);
-            a[i / 2][i % 2 + 2] = e4m3x2_to_f16x2(word >> 16);
+            uint2 keys = e4m3x4_to_f16x4(word);
+            a[i / 2][i % 2] = keys.x;
+            a[i / 2][i % 2 + 2] = keys.y;
         }
 #pragma unroll
         for (int pack = 0; pack < PACKS; pack++) {

@@ -28,8 +28,9 @@ struct select_params {
     int regions, width; /* of the scores; most historical regions of a row */
 };
 
-template <int THREADS, bool KEPT>
-__global__ void __launch_bounds__(THREADS, 1) select_kernel(const __grid_constant__ select_params p)
+/* AT_ONCE: blocks of a multiprocessor; one has more registers, and is faster where there is no second. */
+template <int THREADS, bool KEPT, int AT_ONCE>
+__global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_constant__ select_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
     uint32_t row = blockIdx.x;
@@ -64,20 +65,34 @@ struct variant {
     size_t shared;
 };
 
-/* Keeping the values of long rows takes shared memory that not all GPUs have. */
-variant find_variant(bool is_short, bool keep)
+enum { SHORT_FEW, SHORT_MANY, LONG_LEAN, LONG, KERNELS };
+
+template <int THREADS, bool KEPT, int AT_ONCE> variant make_variant()
 {
-    if (is_short)
-        return {select_kernel<SHORT_THREADS, true>, SHORT_THREADS, sizeof(choice_scratch<SHORT_THREADS, true>)};
-    if (!keep)
-        return {select_kernel<LONG_THREADS, false>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, false>)};
-    return {select_kernel<LONG_THREADS, true>, LONG_THREADS, sizeof(choice_scratch<LONG_THREADS, true>)};
+    return {select_kernel<THREADS, KEPT, AT_ONCE>, THREADS, sizeof(choice_scratch<THREADS, KEPT>)};
+}
+
+variant find_variant(int kernel)
+{
+    switch (kernel) {
+    case SHORT_FEW:
+        return make_variant<SHORT_THREADS, true, 1>();
+    case SHORT_MANY:
+        return make_variant<SHORT_THREADS, true, 2>();
+    case LONG_LEAN: /* keeping the values of long rows takes shared memory that not all GPUs have */
+        return make_variant<LONG_THREADS, false, 1>();
+    default:
+        return make_variant<LONG_THREADS, true, 1>();
+    }
 }
 
 csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
                         void *stream)
 {
-    variant v = find_variant(p.regions <= SHORT_THREADS * CHOICE_VALUES, !context->portable);
+    int kernel = p.regions > SHORT_THREADS * CHOICE_VALUES ? (context->portable ? LONG_LEAN : LONG)
+                 : rows > context->multiprocessors         ? SHORT_MANY
+                                                           : SHORT_FEW;
+    variant v = find_variant(kernel);
     csa_launch l;
     l.grid = dim3((unsigned)rows);
     l.block = dim3(v.threads);
@@ -92,9 +107,9 @@ csa_status queue_select(const csa_context *context, const select_params &p, int6
 csa_status csa_cuda_load_select(void)
 {
     csa_status status = CSA_OK;
-    for (int i = 0; i < 3 && status == CSA_OK; i++) {
-        variant v = find_variant(i == 0, i == 2);
-        if (i < 2 || v.shared <= csa_most_shared())
+    for (int kernel = 0; kernel < KERNELS && status == CSA_OK; kernel++) {
+        variant v = find_variant(kernel);
+        if (kernel != LONG || v.shared <= csa_most_shared())
             status = csa_load("select", v.run, v.shared);
     }
     return status;

@@ -51,21 +51,27 @@ static __device__ __forceinline__ void load_transposed_4(uint32_t (&m)[4], uint3
 
 /* ---- Conversions -------------------------------------------------------------------------------- */
 
-/* Two e4m3 codes (the low 16 bits) as two f16 values, exactly; NaN stays NaN. */
-static __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t codes)
+/* Four e4m3 codes as f16 values, exactly, the lower two in x; NaN stays NaN. */
+static __device__ __forceinline__ uint2 e4m3x4_to_f16x4(uint32_t codes)
 {
-    uint32_t values;
+    uint2 values;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"((uint16_t)codes));
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;"
+        "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(values.x), "=r"(values.y)
+        : "r"(codes));
 #else
-    /* The code as an f16 pattern is 2^-8 times its value, subnormals included. */
-    uint32_t spread = (codes & 0xFF) | (codes & 0xFF00) << 8;
-    uint32_t small = (spread & 0x800080) << 8 | (spread & 0x7F007F) << 7;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(small), "r"(0x5C005C00));
-    if ((spread & 0x7F) == 0x7F)
-        values = (values & 0xFFFF0000) | 0x7FFF;
-    if ((spread & 0x7F0000) == 0x7F0000)
-        values = (values & 0xFFFF) | 0x7FFF0000;
+    uint32_t *half = &values.x;
+    for (int i = 0; i < 2; i++, codes >>= 16) {
+        /* The code as an f16 pattern is 2^-8 times its value, subnormals included. */
+        uint32_t spread = (codes & 0xFF) | (codes & 0xFF00) << 8;
+        uint32_t small = (spread & 0x800080) << 8 | (spread & 0x7F007F) << 7;
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(half[i]) : "r"(small), "r"(0x5C005C00));
+        if ((spread & 0x7F) == 0x7F)
+            half[i] = (half[i] & 0xFFFF0000) | 0x7FFF;
+        if ((spread & 0x7F0000) == 0x7F0000)
+            half[i] = (half[i] & 0xFFFF) | 0x7FFF0000;
+    }
 #endif
     return values;
 }
