@@ -45,16 +45,16 @@ enum {
 int64_t csa_peak_stride(const csa_step_shape *shape);
 
 /*
- * Parts of rows on cuda. A row's list is cut into pieces, these into quads, these into units. Where rows are so few
- * that they would not keep a GPU busy, each part leaves a record of its maxima, sums and values, which are joined
- * afterwards.
+ * Parts of rows on cuda. A row's list is cut into pieces, these into quads, these into units. Where rows are so
+ * few that they would not keep a GPU busy, each part leaves a record of its maxima, sums and values, which are
+ * joined afterwards.
  */
 enum {
     CSA_UNIT = 8,        /* list entries */
     CSA_QUAD = 32,       /* likewise */
     CSA_PIECE = 64,      /* likewise */
     CSA_CUT_ROWS = 384,  /* more rows are not cut */
-    CSA_CUT_UNITS = 640, /* more units, or quads, are not cut into */
+    CSA_CUT_UNITS = 640, /* nor into more units or quads */
     CSA_RECORD_BYTES = 4 * CSA_MAX_HEADS * (CSA_HEAD_SIZE + 2)
 };
 
@@ -63,13 +63,13 @@ typedef struct csa_cut {
     int64_t entries, parts;
 } csa_cut;
 
-/* At most so many units, quads, rows that are cut, and records, which is what there is room for. */
+/* At most so many units, quads, rows that are cut, and records, for which there is room. */
 typedef struct csa_cut_limits {
     int64_t units, quads, rows, records;
 } csa_cut_limits;
 
-/* How rows with lists of so many columns are cut: into the shortest parts of which there are few enough, and not
- * into one. */
+/* How rows with lists of so many columns are cut: into the shortest parts that are few enough, and not into
+ * one. */
 csa_cut csa_cut_rows(int64_t rows, int64_t columns, const csa_cut_limits *most);
 
 /* Records that find room in the workspace, in what a chunk leaves of the limit; none but on cuda. */

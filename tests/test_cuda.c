@@ -195,7 +195,7 @@ static void expect_attended_alike(const twin *t, int64_t tokens, size_t bytes)
     CHECK_CUDA(cudaFree(attend.workspace.data));
 }
 
-/* Rows are taken whole, by pieces, by quads or by units, which two warps or four share, as there is room and work. */
+/* Rows are taken whole, by pieces, quads or units, which two warps or four share, as there is room and work. */
 static void cuts_change_nothing(void **state)
 {
     (void)state;

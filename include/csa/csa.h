@@ -475,10 +475,11 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
  * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
  * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
- * cuda: up to 255 rows are cut into parts, 12,416 bytes of the workspace each. With W = width + 1, into U = R *
- * ceil(W / 8) parts if these find room and are at most 640, and four for each multiprocessor; else into P = R *
- * ceil(W / 64) if these do; else not at all, with the same bits, but few rows take several times as long. Room
- * for max(min(U, 640), P) parts is always enough: 7.9 MB for 40 rows at topk 512.
+ * cuda: up to 384 rows (bf16: fewer) are cut into parts, 12,416 bytes of the workspace each, the shorter the
+ * fewer rows there are. With W = width + 1, of R * ceil(W / 8), R * ceil(W / 32) and P = R * ceil(W / 64) parts
+ * the first number that is small enough for the GPU (the former two: at most 640) and finds room; else rows are
+ * not cut, with the same bits, but few rows take several times as long. Room for max(min(R * ceil(W / 8), 640),
+ * P) parts is always enough: 7.9 MB for 40 rows at topk 512, 43 MB for 384.
  */
 typedef struct csa_attend_args {
     size_t size;

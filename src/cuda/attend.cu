@@ -2,17 +2,17 @@
  * Section 6: attention of a row to the tokens of its list, straight from the paged cache.
  *
  * Order of sums, the same however a row is cut: the row's live list entries are taken in units of 8 regions (64
- * tokens), each with a softmax of its own; the 4 units of a quad join one after the other, the 2 quads of a piece
- * (64 entries) do, and so do the pieces. What joins is (m, l, o): the largest logit in base 2, the sum of 2^(logit - m), the values
- * weighted by it.
+ * tokens), each with a softmax of its own; the 4 units of a quad join one after the other, then the 2 quads of
+ * a piece (64 entries), then the pieces. What joins is (m, l, o): the largest logit in base 2, the sum of
+ * 2^(logit - m), the values weighted by it.
  *
  * A warp finds the logits and the weights of a whole unit, for 16 heads (the product's rows, padded), and then
  * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the
  * two warps of a block only meet when keys or values have been used and the next ones may be copied over them.
  * Four warps, and two of e4m3 caches, share the unit's logits, too.
  *
- * A block takes a part of a row, the shorter (unit, quad, piece) the fewer rows there are, and leaves a record in
- * the workspace, which attend_join.cu's kernel joins; or, where there are many rows or no workspace, a whole row.
+ * A block takes a part of a row, the shorter (unit, quad, piece) the fewer rows there are, and leaves a record
+ * in the workspace, which attend_join.cu's kernel joins; or a whole row, where there are many or no workspace.
  *
  * Keys and values of a region come as boxes of 8 rows, copied by the hardware and swizzled so that no load
  * conflicts. Where it cannot (portable; addresses or strides that are no multiples of 16), threads copy.
@@ -35,7 +35,7 @@ namespace
 /* What a block has: a unit or a quad, a piece, or a row. */
 enum share { SHORT, PIECE, ROW };
 
-/* How many blocks a multiprocessor is to have at least; of bf16 ones there is no shared memory for more. */
+/* Blocks of a multiprocessor, for which registers are kept; of bf16 ones there is no shared memory for more. */
 template <bool FP8, int WARPS> constexpr int at_once = WARPS == 4 ? (FP8 ? 4 : 3) : FP8 ? 6 : 4;
 
 template <bool FP8, int WARPS> struct shared_state {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
     copy(KEYS, unit < end ? entries_of(unit) : nullptr);
     copy(VALUES, unit < end ? entries_of(unit) : nullptr);
 
-    partial<N> quad, piece, row; /* of the units so far, of the quads and of the pieces before */
+    partial<N> quad, piece, row; /* what is joined of them: units, quads before, pieces before */
     quad.clear();
     piece.clear();
     row.clear();
@@ -116,9 +116,8 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
         if (!full && p.mapped)
             clear_unseen_values<FP8, WARPS>(s.half[VALUES], own);
         quad.sums.join({{w.m[0], w.m[1]}, {w.l[0], w.l[1]}}, its, other);
-        weigh_values<FP8, WARPS>(s.half[VALUES], w, [&](int i, const float(&sums)[4]) {
-            join_values(quad.o[i], sums, its, other);
-        });
+        weigh_values<FP8, WARPS>(
+            s.half[VALUES], w, [&](int i, const float(&sums)[4]) { join_values(quad.o[i], sums, its, other); });
         __syncthreads(); /* the values have been used */
         copy(VALUES, next);
     }
@@ -154,7 +153,7 @@ template <bool FP8> variant find_variant(int kernel)
 {
     switch (kernel) {
     case SHORT_BY_2: /* which e4m3 caches never want */
-        return make_variant<FP8, FP8 ? 4 : 2, SHORT>();
+        return make_variant < FP8, FP8 ? 4 : 2, SHORT > ();
     case SHORT_BY_4:
         return make_variant<FP8, 4, SHORT>();
     case PIECE_BY_2:
@@ -225,7 +224,7 @@ csa_cut_limits cut_limits(int64_t processors, bool fp8, int64_t room)
     return limits;
 }
 
-/* Four warps are faster, unless by two all parts that are full are worked on at once and by four they are not. */
+/* Four warps are faster, unless by two all full parts are worked on at once and by four they are not. */
 template <bool FP8> bool wants_four_warps(int64_t processors, int64_t full)
 {
     return full <= at_once<FP8, 4> * processors || full > at_once<FP8, 2> * processors;

@@ -1,10 +1,10 @@
 /*
  * Section 6, its end: joins the records that attend.cu's blocks left of a row's parts and writes the row.
  *
- * A warp has one tile of 8 values, for 16 heads. Parts that are quads or pieces: it joins them in their order, in a
- * block with the warps of 7 more tiles. Parts that are units: the warps of a block take the pieces of one tile
- * in turn and join their units, and the first warp joins the pieces. Records are read as lanes left them; 8 to
- * 10 are on their way at a time. Bound by the way to the L2 cache and back, twice.
+ * A warp has one tile of 8 values, for 16 heads. Parts that are quads or pieces: it joins them in their order,
+ * in a block with the warps of 7 more tiles. Parts that are units: the warps of a block take the pieces of one
+ * tile in turn and join their units, and the first warp joins the pieces. Records are read as lanes left them;
+ * 8 to 10 are on their way at a time. Bound by the way to the L2 cache and back, twice.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "attend_join.cuh"

@@ -337,9 +337,9 @@ template <int WARPS> struct weight_exchange<WARPS, true> {
  * exchanged; e4m3 ones have to be converted, and four warps are for when the time of a unit counts. All have
  * used the keys when it returns. */
 template <bool FP8, int WARPS, bool SHARES>
-__device__ __forceinline__ void find_weights(weight_exchange<WARPS, SHARES> &exchange, const unsigned char *keys,
-                                             const uint32_t *entries, const queries<FP8> &q, bool full,
-                                             unit_weights &w)
+__device__ __forceinline__ void find_weights(weight_exchange<WARPS, SHARES> &exchange,
+                                             const unsigned char *keys, const uint32_t *entries,
+                                             const queries<FP8> &q, bool full, unit_weights &w)
 {
     constexpr int OWN = SHARES ? UNIT / WARPS : UNIT, PAIRS = OWN / 2; /* regions */
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = SHARES ? OWN * warp : 0;
@@ -398,10 +398,11 @@ template <bool FP8> __device__ __forceinline__ int value_of(int tile, int i)
     return FP8 ? tile / 4 * 32 + 4 * column + tile % 4 : 8 * tile + column;
 }
 
-/* Operand b of the products of some tiles from `tile` on with 16 tokens, regions r and r + 1: of two, which start
- * at an even one, or (e4m3) of the four that share values. */
+/* Operand b of the products of some tiles from `tile` on with 16 tokens, regions r and r + 1: of two, which
+ * start at an even one, or (e4m3) of the four that share values. */
 template <bool FP8, int COUNT>
-__device__ __forceinline__ void load_values(const unsigned char *values, int r, int tile, uint32_t (&b)[COUNT][2])
+__device__ __forceinline__ void load_values(const unsigned char *values, int r, int tile,
+                                            uint32_t (&b)[COUNT][2])
 {
     using at = layout<FP8>;
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
