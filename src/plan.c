@@ -64,7 +64,7 @@ csa_cut csa_cut_rows(int64_t rows, int64_t columns, const csa_cut_limits *most)
     return (csa_cut){0, 0};
 }
 
-/* What csa_cut_rows needs for the step's rows, or for fewer, whichever is more. */
+/* The most that csa_cut_rows cuts rows into, of as many as the step has or fewer, on any GPU. */
 static int64_t wanted_records(const csa_step_shape *shape)
 {
     int64_t columns = csa_list_columns(shape), rows = CSA_CUT_ROWS;
@@ -91,6 +91,8 @@ size_t csa_step_bytes(const csa_step_shape *shape)
 int64_t csa_record_count(const csa_step_shape *shape)
 {
     int64_t wanted = wanted_records(shape);
+    if (wanted == 0) /* a step without tokens has no chunk */
+        return 0;
     int64_t room = (int64_t)((csa_step_bytes(shape) - chunk_bytes(shape)) / CSA_RECORD_BYTES);
     return wanted < room ? wanted : room;
 }

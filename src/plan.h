@@ -76,7 +76,7 @@ csa_cut csa_cut_rows(int64_t rows, int64_t columns, const csa_cut_limits *most);
 int64_t csa_record_count(const csa_step_shape *shape);
 
 /* Bytes of workspace for the whole step: grows with tokens and regions, at most max(limit, one token's
- * scratch). SIZE_MAX if one token's scratch does not fit an address space. */
+ * scratch). */
 size_t csa_step_bytes(const csa_step_shape *shape);
 
 /* Where a chunk's arrays lie in a workspace of csa_step_bytes. */

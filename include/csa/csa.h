@@ -475,11 +475,11 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
  * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
  * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
- * cuda: up to 384 rows (bf16: fewer) are cut into parts, 12,416 bytes of the workspace each, the shorter the
- * fewer rows there are. With W = width + 1, of R * ceil(W / 8), R * ceil(W / 32) and P = R * ceil(W / 64) parts
- * the first number that is small enough for the GPU (the former two: at most 640) and finds room; else rows are
- * not cut, with the same bits, but few rows take several times as long. Room for max(min(R * ceil(W / 8), 640),
- * P) parts is always enough: 7.9 MB for 40 rows at topk 512, 43 MB for 384.
+ * cuda: rows are cut into parts while they are few (on an H200 up to 176, of an e4m3 cache 384), the shorter
+ * the fewer there are. A part takes 12,416 bytes of the workspace; without room for them rows are cut less or
+ * not at all, with the same bits, but few rows take several times as long. With W = width + 1 and r = min(R,
+ * 384), max(min(r * ceil(W / 8), 640), r * ceil(W / 64)) parts are always enough: 7.9 MB for 40 rows at topk
+ * 512, 43 MB for 384 or more.
  */
 typedef struct csa_attend_args {
     size_t size;
@@ -493,7 +493,8 @@ typedef struct csa_attend_args {
     csa_tensor lse; /* fp32 [T, G, H], out, optional: natural log of the sum of exp(scale * k_scale * q.k) */
     float scale;    /* of q.k; Step-5: 192^-0.5. 0 means 0: the plain mean of the values */
     void *stream;
-    csa_workspace workspace; /* any number of bytes, 0: none; needs no csa_warm_up; unused on host back ends */
+    csa_workspace workspace; /* any number of bytes, at an address that is a multiple of 256; 0: none. Needs no
+                                csa_warm_up; unused on host back ends */
 } csa_attend_args;
 
 CSA_API csa_status csa_attend(const csa_context *context, const csa_attend_args *args);

@@ -6,10 +6,10 @@
  * a piece (64 entries), then the pieces. What joins is (m, l, o): the largest logit in base 2, the sum of
  * 2^(logit - m), the values weighted by it.
  *
- * A warp finds the logits and the weights of a whole unit, for 16 heads (the product's rows, padded), and then
- * the weighted sums of its share of the 192 values: weights stay in registers, nothing is exchanged, and the
- * two warps of a block only meet when keys or values have been used and the next ones may be copied over them.
- * Four warps, and two of e4m3 caches, share the unit's logits, too.
+ * A block works on a unit for 16 heads (the product's rows, padded): its logits, its weights, and with these
+ * the weighted sums of the values, of which each warp has its share. bf16 by two warps: each finds all weights
+ * itself and keeps them in registers, and the two only meet when keys or values have been used and the next
+ * ones may be copied over them. Four warps, and two of e4m3 caches, share the logits and exchange the weights.
  *
  * A block takes a part of a row, the shorter (unit, quad, piece) the fewer rows there are, and leaves a record
  * in the workspace, which attend_join.cu's kernel joins; or a whole row, where there are many or no workspace.
@@ -20,8 +20,8 @@
  * e4m3 caches: codes become f16 exactly; queries become f16 after scaling each head to just below f16's largest
  * value by a power of two, which the logits are relieved of; weights are f16. bf16 caches: all bf16.
  *
- * Bound by memory: a multiprocessor has four blocks of two warps (bf16; of e4m3 as many as share it evenly), of
- * which each has 25 to 49 KB under way.
+ * Bound by memory: a multiprocessor has `at_once` blocks, of which each has half to all of a unit under way, 49
+ * KB of a bf16 cache, 25 of an e4m3 one; by the instructions of a unit where blocks are fewer.
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "attend_join.cuh"
@@ -204,10 +204,11 @@ enum {
     MOST_SHARED = MULTIPROCESSOR_SHARED / 2 - BLOCK_SHARED
 };
 
-/* Shared memory with which blocks that start early cannot crowd the multiprocessors that are free first. */
-int64_t spreading_shared(int64_t processors, int64_t needed, int64_t blocks)
+/* Shared memory with which blocks that start early, so many of them full parts, cannot crowd the
+ * multiprocessors that are free first. */
+int64_t spreading_shared(int64_t processors, int64_t needed, int64_t full)
 {
-    int64_t each = max((blocks + processors - 1) / processors, (int64_t)1);
+    int64_t each = (full + processors - 1) / processors; /* at least 1 */
     int64_t share = MULTIPROCESSOR_SHARED / each / SHARED_STEP * SHARED_STEP - BLOCK_SHARED;
     return max(needed, min(share, (int64_t)MOST_SHARED));
 }

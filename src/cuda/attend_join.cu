@@ -16,7 +16,7 @@ namespace
 enum {
     PART_TILES = 8,  /* of a block that joins quads or pieces */
     PIECES = 9,      /* records that are on their way: the pieces of a row of 512 regions and the current one */
-    QUADS = 10,      /* likewise; it needs 9 or 17 */
+    QUADS = 10,      /* likewise: half the quads of such a row, those of a piece together */
     UNIT_WARPS = 16, /* of a block that joins units, at most */
     MAX_PIECES = (CSA_MAX_TOPK + CSA_PIECE) / CSA_PIECE
 };
@@ -36,6 +36,7 @@ template <bool FP8, int OF_PIECE>
 __global__ void __launch_bounds__(32 * PART_TILES) join_parts_kernel(const __grid_constant__ attend_params p)
 {
     constexpr int AT_ONCE = OF_PIECE == 2 ? QUADS : PIECES;
+    static_assert(AT_ONCE % OF_PIECE == 0, "pieces are joined whole");
     int tile = (int)blockIdx.y * PART_TILES + (int)threadIdx.x / 32;
     const row_extent at(p, blockIdx.x);
     const finish f(p, at);
