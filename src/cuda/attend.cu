@@ -35,7 +35,8 @@ namespace
 /* What a block has: a unit or a quad, a piece, or a row. */
 enum share { SHORT, PIECE, ROW };
 
-/* Blocks of a multiprocessor, for which registers are kept; of bf16 ones there is no shared memory for more. */
+/* Blocks of a multiprocessor, for which registers are kept; of bf16 ones there is no shared memory for more.
+ * Of whole rows four: with fewer registers they would spill. */
 template <bool FP8, int WARPS> constexpr int at_once = WARPS == 4 ? (FP8 ? 4 : 3) : FP8 ? 6 : 4;
 
 template <bool FP8, int WARPS> struct shared_state {
@@ -153,7 +154,7 @@ template <bool FP8> variant find_variant(int kernel)
 {
     switch (kernel) {
     case SHORT_BY_2: /* which e4m3 caches never want */
-        return make_variant < FP8, FP8 ? 4 : 2, SHORT > ();
+        return make_variant<FP8, (FP8 ? 4 : 2), SHORT>();
     case SHORT_BY_4:
         return make_variant<FP8, 4, SHORT>();
     case PIECE_BY_2:
