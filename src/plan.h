@@ -38,7 +38,7 @@ int64_t csa_chunk_tokens(const csa_step_shape *shape);
 enum {
     CSA_PEAK_SHIFT = 3,
     CSA_PEAK = 1 << CSA_PEAK_SHIFT, /* regions */
-    CSA_SHORT_ROW = 16384           /* regions at most: selected from without peaks */
+    CSA_SHORT_ROW = 8192            /* regions at most: selected from without peaks */
 };
 
 /* Floats from one row of peaks to the next; 0: none. */

@@ -22,19 +22,12 @@
 #define __noinline__
 #define __align__(bytes) alignas(bytes)
 
-struct alignas(8) uint2 {
-    uint32_t x, y;
-};
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
 struct alignas(16) float4 {
     float x, y, z, w;
 };
-static inline uint2 make_uint2(uint32_t x, uint32_t y)
-{
-    return {x, y};
-}
 static inline float4 make_float4(float x, float y, float z, float w)
 {
     return {x, y, z, w};
@@ -114,6 +107,14 @@ static inline uint32_t __shfl_up_sync(uint32_t, uint32_t own, int step)
 {
     int lane = (int)(threadIdx.x % 32);
     return of_warp(own)[lane >= step ? lane - step : lane];
+}
+static inline float __shfl_xor_sync(uint32_t, float own, int lanes)
+{
+    uint32_t bits;
+    memcpy(&bits, &own, sizeof bits);
+    bits = of_warp(bits)[threadIdx.x % 32 ^ (uint32_t)lanes];
+    memcpy(&own, &bits, sizeof own);
+    return own;
 }
 static inline uint32_t __ballot_sync(uint32_t, bool own)
 {

@@ -85,6 +85,10 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
     auto copy = [&](int half, const uint32_t *entries) {
         copy_half<FP8, WARPS>(p, s.half[half], s.arrived[half], entries, at.group, half);
     };
+    const bool cleared =
+        SHARE == SHORT && p.mapped && end == at.units; /* where the row's last unit lacks regions */
+    if (cleared)
+        clear_values<FP8, WARPS>(s.half[VALUES]);
     wait_for_kernel_ahead();
     resolve(unit, unit + UNITS);
     __syncthreads();
@@ -114,8 +118,12 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
         find_weights<FP8, WARPS>(s.exchange, s.half[KEYS], own, s.query, full, w);
         copy(KEYS, next);
         wait_for_half(p, s.arrived[VALUES], done);
-        if (!full && p.mapped)
-            clear_unseen_values<FP8, WARPS>(s.half[VALUES], own);
+        if (!full && p.mapped) {
+            if (cleared && done == 0)
+                clear_arrived_values<FP8, WARPS>(s.half[VALUES], own);
+            else
+                clear_unseen_values<FP8, WARPS>(s.half[VALUES], own);
+        }
         quad.sums.join({{w.m[0], w.m[1]}, {w.l[0], w.l[1]}}, its, other);
         weigh_values<FP8, WARPS>(
             s.half[VALUES], w, [&](int i, const float(&sums)[4]) { join_values(quad.o[i], sums, its, other); });
@@ -126,7 +134,7 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
         piece.join(quad);
     if (SHARE == ROW) {
         row.join(piece);
-        write_row<FP8>(p, at, finish(p, at), row, warp_tile<WARPS>, threadIdx.x < 32);
+        write_row<FP8>(p, at, finish(p, at), row, 0, warp_tile<WARPS>, threadIdx.x < 32);
         return;
     }
     store_record(p.records[(int64_t)at.row * p.parts + blockIdx.y], SHARE == PIECE ? piece : quad,

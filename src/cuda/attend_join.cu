@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * PART_TILES) join_parts_kernel(const __gri
         }
     }
     write_row<FP8>(
-        p, at, f, result, [&](int) { return tile; }, tile == 0);
+        p, at, f, result, 0, [&](int) { return tile; }, tile == 0);
 }
 
 /* Joins the units of a piece into the first: a quad each, and these. */
@@ -76,7 +76,7 @@ template <bool FP8>
 __global__ void __maxnreg__(96) /* else two blocks do not fit */
     join_units_kernel(const __grid_constant__ attend_params p)
 {
-    __shared__ partial<1> pieces[MAX_PIECES][32];
+    __shared__ partial<1, 1> pieces[MAX_PIECES][2][32];
     int tile = (int)blockIdx.y, lane = threadIdx.x % 32;
     const row_extent at(p, blockIdx.x);
     const finish f(p, at);
@@ -88,18 +88,21 @@ __global__ void __maxnreg__(96) /* else two blocks do not fit */
         partial<1> next[UNITS];
         load_tiles(p.records + (int64_t)at.row * p.parts + piece * UNITS, units, tile, next);
         join_piece(next, units);
-        pieces[piece][lane] = next[0];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            pieces[piece][half][lane] = next[0].half(half);
     }
     __syncthreads();
-    if (threadIdx.x >= 32)
+    int half = threadIdx.x / 32; /* a warp for each */
+    if (half >= 2)
         return;
-    partial<1> result;
+    partial<1, 1> result;
     result.clear();
 #pragma unroll 4
     for (int piece = 0; piece < count; piece++)
-        result.join(pieces[piece][lane]);
+        result.join(pieces[piece][half][lane]);
     write_row<FP8>(
-        p, at, f, result, [&](int) { return tile; }, tile == 0);
+        p, at, f, result, half, [&](int) { return tile; }, tile == 0);
 }
 
 using kernel = void (*)(attend_params);
@@ -134,7 +137,7 @@ csa_status csa_cuda_join(const csa_context *context, const attend_params &p, boo
     bool units = p.part == 1;
     csa_launch l;
     l.grid = dim3((unsigned)rows, units ? TILES : TILES / PART_TILES);
-    l.block = dim3(32 * (units ? min((p.parts + UNITS - 1) / UNITS, (int)UNIT_WARPS) : PART_TILES));
+    l.block = dim3(32 * (units ? max(2, min((p.parts + UNITS - 1) / UNITS, (int)UNIT_WARPS)) : PART_TILES));
     l.stream = stream;
     l.overlap = !context->portable;
     return csa_queue("attend: joining", find_kernel(p.part, fp8), l, p);

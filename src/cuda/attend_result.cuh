@@ -34,20 +34,21 @@ struct row_extent {
 
 /* ---- Joining ------------------------------------------------------------------------------------ */
 
-/* Maxima and sums of heads g and g + 8. */
-struct head_sums {
-    float m[2], l[2];
+/* Maxima and sums of heads g and g + 8, or of one of them. */
+template <int HALVES> struct head_sums {
+    float m[HALVES], l[HALVES];
 
     __device__ __forceinline__ void clear()
     {
-        m[0] = m[1] = -INFINITY;
-        l[0] = l[1] = 0.0F;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            m[half] = -INFINITY, l[half] = 0.0F;
     }
     /* Becomes those of both; `own` and `other` are what the values of each are multiplied by. */
-    __device__ __forceinline__ void join(const head_sums &next, float (&own)[2], float (&other)[2])
+    __device__ __forceinline__ void join(const head_sums &next, float (&own)[HALVES], float (&other)[HALVES])
     {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             float most = fmaxf(m[half], next.m[half]), base = most == -INFINITY ? 0.0F : most;
             own[half] = exp2_fast(m[half] - base);
             other[half] = exp2_fast(next.m[half] - base);
@@ -57,33 +58,47 @@ struct head_sums {
     }
 };
 
-__device__ __forceinline__ void join_values(float (&o)[4], const float (&next)[4], const float (&own)[2],
-                                            const float (&other)[2])
+template <int HALVES>
+__device__ __forceinline__ void join_values(float (&o)[2 * HALVES], const float (&next)[2 * HALVES],
+                                            const float (&own)[HALVES], const float (&other)[HALVES])
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2 * HALVES; i++)
         o[i] = fmaf(next[i], other[i / 2], o[i] * own[i / 2]);
 }
 
-/* A warp's share of a result: N tiles. */
-template <int N> struct partial {
-    head_sums sums;
-    float o[N][4];
+/* A warp's share of a result: N tiles, for heads g and g + 8 or one of them. */
+template <int N, int HALVES = 2> struct __align__(16) partial
+{
+    head_sums<HALVES> sums;
+    float o[N][2 * HALVES];
 
     __device__ __forceinline__ void clear()
     {
         sums.clear();
 #pragma unroll
         for (int i = 0; i < N; i++)
-            o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0F;
+#pragma unroll
+            for (int k = 0; k < 2 * HALVES; k++)
+                o[i][k] = 0.0F;
     }
     __device__ __forceinline__ void join(const partial &next)
     {
-        float own[2], other[2];
+        float own[HALVES], other[HALVES];
         sums.join(next.sums, own, other);
 #pragma unroll
         for (int i = 0; i < N; i++)
             join_values(o[i], next.o[i], own, other);
+    }
+    /* Of heads g or g + 8 alone. */
+    __device__ __forceinline__ partial<N, 1> half(int half) const
+    {
+        partial<N, 1> its;
+        its.sums.m[0] = sums.m[half], its.sums.l[0] = sums.l[half];
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            its.o[i][0] = o[i][2 * half], its.o[i][1] = o[i][2 * half + 1];
+        return its;
     }
 };
 
@@ -106,14 +121,16 @@ struct finish {
     }
 };
 
-/* Writes a row's N tiles, which `tile_of` names; the log-sum-exp too if told so. */
-template <bool FP8, int N, typename TileOf>
+/* Writes a row's N tiles, which `tile_of` names, of heads g + 8 * first and (two halves) g + 8; the log-sum-exp
+ * too if told so. */
+template <bool FP8, int N, int HALVES, typename TileOf>
 __device__ __forceinline__ void write_row(const attend_params &p, const row_extent &at, const finish &f,
-                                          const partial<N> &result, TileOf tile_of, bool lse)
+                                          const partial<N, HALVES> &result, int first, TileOf tile_of, bool lse)
 {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        uint32_t head = threadIdx.x % 32 / 4 + 8 * half;
+    for (int half = 0; half < HALVES; half++) {
+        uint32_t head = threadIdx.x % 32 / 4 + 8 * (first + half);
+        float gate = first + half ? f.gate[1] : f.gate[0];
         if (head >= p.heads)
             continue;
         uint16_t *out = (uint16_t *)p.out.at(at.token, at.group, head);
@@ -126,7 +143,7 @@ __device__ __forceinline__ void write_row(const attend_params &p, const row_exte
             for (int k = 0; k < 2; k++) {
                 float value =
                     __uint_as_float(pack_bf16(0.0F, result.o[i][2 * half + k] * factor)); /* rounded */
-                value = __uint_as_float(pack_bf16(0.0F, value * f.gate[half]));
+                value = __uint_as_float(pack_bf16(0.0F, value * gate));
                 out[value_of<FP8>(tile_of(i), k)] = empty ? 0 : (uint16_t)(__float_as_uint(value) >> 16);
             }
         if (p.lse && lse && threadIdx.x % 4 == 0)

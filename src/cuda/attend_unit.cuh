@@ -230,6 +230,36 @@ __device__ __noinline__ void clear_unseen_values(unsigned char *values, const ui
     __syncthreads();
 }
 
+/* The same in two parts, where there is time before values arrive: all, */
+template <bool FP8, int WARPS> __device__ __forceinline__ void clear_values(unsigned char *values)
+{
+#pragma unroll
+    for (int i = threadIdx.x * 16; i < UNIT * layout<FP8>::REGION; i += 32 * WARPS * 16)
+        *(uint4 *)(values + i) = make_uint4(0, 0, 0, 0);
+    order_before_copies();
+}
+
+/* and then what arrived with regions of which only some tokens are seen. */
+template <bool FP8, int WARPS>
+__device__ __noinline__ void clear_arrived_values(unsigned char *values, const uint32_t *entries)
+{
+    constexpr int OF_TOKEN = layout<FP8>::CHUNK; /* bytes, in a row */
+    int its = (int)(entries[threadIdx.x % UNIT] & 15);
+    uint32_t regions = __ballot_sync(~0U, its > 0 && its < (int)CSA_REGION) & ((1 << UNIT) - 1);
+    if (regions == 0)
+        return;
+#pragma unroll 1
+    for (; regions != 0; regions &= regions - 1) {
+        int region = __ffs((int)regions) - 1, seen = (int)(entries[region] & 15);
+#pragma unroll
+        for (int i = threadIdx.x * 16; i < layout<FP8>::REGION; i += 32 * WARPS * 16)
+            if (i / OF_TOKEN % CSA_REGION >= seen)
+                *(uint4 *)(values + region * layout<FP8>::REGION + i) = make_uint4(0, 0, 0, 0);
+    }
+    order_before_copies();
+    __syncthreads();
+}
+
 /* ---- Weights ------------------------------------------------------------------------------------ */
 
 /* Of a unit's tokens, for heads g and g + 8: the largest logit in base 2, the sum of 2^(logit - m), and these

@@ -14,10 +14,12 @@ namespace
 
 enum {
     MAX_REGIONS = INT32_MAX - 65536, /* indices past a row's end stay ints */
-    SHORT_THREADS = 512,             /* of blocks for rows whose regions they can hold */
-    LONG_THREADS = 1024
+    THREADS = 512,
+    FEW_QUADS = 4, /* of a thread, where that is enough */
+    MOST_QUADS = 8
 };
-static_assert(LONG_THREADS * CHOICE_VALUES == (int)CSA_SHORT_ROW && (int)LONG_THREADS >= (int)CSA_MAX_TOPK,
+static_assert((int)choice_scratch<THREADS, FEW_QUADS>::VALUES == (int)CSA_SHORT_ROW &&
+                  (int)choice_scratch<THREADS, FEW_QUADS>::GROUPS >= (int)CSA_MAX_TOPK,
               "plan.h");
 
 struct select_params {
@@ -25,11 +27,12 @@ struct select_params {
     token_source tokens;                   /* a step: current regions follow from the tokens of the span */
     uint32_t first, groups;
     bool from_tokens, aligned;
-    int regions, width; /* of the scores; most historical regions of a row */
+    int regions, room, peak_room; /* of the scores; floats of a row and of its peaks that may be read */
+    int width;                    /* most historical regions of a row */
 };
 
 /* AT_ONCE: blocks of a multiprocessor; one has more registers, and is faster where there is no second. */
-template <int THREADS, bool KEPT, int AT_ONCE>
+template <int QUADS, int AT_ONCE>
 __global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_constant__ select_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -40,9 +43,13 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_c
         region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
     else
         region = *(const int64_t *)p.current.at(row);
-    row_scores scores = {(const float *)p.scores.at(row), p.peaks ? (const float *)p.peaks.at(row) : nullptr,
-                         (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1), p.aligned};
-    choose_list(*(choice_scratch<THREADS, KEPT> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
+    row_scores scores = {(const float *)p.scores.at(row),
+                         p.peaks ? (const float *)p.peaks.at(row) : nullptr,
+                         (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1),
+                         p.room,
+                         p.peak_room,
+                         p.aligned};
+    choose_list(*(choice_scratch<THREADS, QUADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
                 [] { wait_for_kernel_ahead(); });
 }
 
@@ -55,47 +62,39 @@ csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_ten
     p.selected = csa_view(selected);
     p.aligned = csa_aligned(&scores);
     p.regions = (int)scores.shape[1];
+    p.room = p.regions;
     p.width = (int)selected.shape[1] - 1;
     return CSA_OK;
 }
 
 struct variant {
     void (*run)(select_params);
-    unsigned threads;
     size_t shared;
 };
 
-enum { SHORT_FEW, SHORT_MANY, LONG_LEAN, LONG, KERNELS };
-
-template <int THREADS, bool KEPT, int AT_ONCE> variant make_variant()
+template <int QUADS, int AT_ONCE> variant make_variant()
 {
-    return {select_kernel<THREADS, KEPT, AT_ONCE>, THREADS, sizeof(choice_scratch<THREADS, KEPT>)};
+    return {select_kernel<QUADS, AT_ONCE>, sizeof(choice_scratch<THREADS, QUADS>)};
 }
+
+enum { SHORT, SHORT_MANY, LONG, KERNELS };
 
 variant find_variant(int kernel)
 {
-    switch (kernel) {
-    case SHORT_FEW:
-        return make_variant<SHORT_THREADS, true, 1>();
-    case SHORT_MANY:
-        return make_variant<SHORT_THREADS, true, 2>();
-    case LONG_LEAN: /* keeping the values of long rows takes shared memory that not all GPUs have */
-        return make_variant<LONG_THREADS, false, 1>();
-    default:
-        return make_variant<LONG_THREADS, true, 1>();
-    }
+    return kernel == SHORT        ? make_variant<FEW_QUADS, 1>()
+           : kernel == SHORT_MANY ? make_variant<FEW_QUADS, 2>()
+                                  : make_variant<MOST_QUADS, 1>();
 }
 
 csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
                         void *stream)
 {
-    int kernel = p.regions > SHORT_THREADS * CHOICE_VALUES ? (context->portable ? LONG_LEAN : LONG)
-                 : rows > context->multiprocessors         ? SHORT_MANY
-                                                           : SHORT_FEW;
-    variant v = find_variant(kernel);
+    int64_t fitting = (int64_t)CSA_SHORT_ROW * (p.peaks.data ? CSA_PEAK : 1);
+    bool few = p.regions <= fitting || context->portable; /* more take memory */
+    variant v = find_variant(!few ? LONG : rows > context->multiprocessors ? SHORT_MANY : SHORT);
     csa_launch l;
     l.grid = dim3((unsigned)rows);
-    l.block = dim3(v.threads);
+    l.block = dim3(THREADS);
     l.shared = v.shared;
     l.stream = stream;
     l.overlap = overlap && !context->portable;
@@ -131,6 +130,8 @@ csa_status csa_cuda_select_span(const csa_context *context, const csa_select_arg
     if (status != CSA_OK || span.count == 0)
         return status;
     p.peaks = csa_view(*peaks);
+    p.room = (int)min(args->scores.stride[0], (int64_t)INT32_MAX); /* scratch */
+    p.peak_room = csa_present(peaks) ? (int)peaks->shape[1] : 0;
     p.tokens = csa_token_source(*tokens);
     p.first = (uint32_t)span.first;
     p.groups = (uint32_t)(args->scores.shape[0] / span.count);

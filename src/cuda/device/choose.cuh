@@ -4,19 +4,20 @@
  * Scores are compared as integers that order as section 5 says (larger is better, NaN is 1, nothing is 0). Each
  * thread holds up to four quads of neighbours in registers. Rows that are longer than that are searched level
  * by level: first the peaks, the largest of each 8 (64, 512) neighbouring scores. At least k scores reach the
- * k-th best peak, so what is below it is out of the question: groups whose peaks are above it are listed, and
- * the first k of those whose peak it is (each has a tie, so that no later one can be chosen); fewer than 2k,
- * whose scores the threads hold at the next level.
+ * k-th best peak, so only groups whose peaks reach a bound not above it matter, whose scores the threads hold
+ * at the next level: all of them if they fit, else those of the k best peaks. (Of groups that tie, the first
+ * have ties enough of their own.)
  *
- * A level: a histogram of the quads' largest keys gives a bound that k keys reach; the keys that reach it, a
- * few more than k mostly, go to shared memory in order. There a histogram gives the bin of the k-th best,
- * another one within that bin, until it holds one key only or so few that they are ranked against each other.
- * Plateaus are bins like others.
+ * A level: a histogram of the quads' largest keys gives a bound that k keys reach; of all keys, where there are
+ * not enough quads; the level above knows one. The keys that reach it, a few more than k mostly, go to shared
+ * memory in order. At the last level a histogram of these gives the bin of the k-th best, another one within
+ * that bin, until it holds one key only or so few that they are ranked against each other. Plateaus are bins
+ * like others.
  *
  * Chosen ones leave in order: the place of one is the number of chosen ones before it, ties counted up to their
  * share, so that earlier regions win ties.
  *
- * Bound by the length of the instruction stream and a dozen meetings of the block.
+ * Bound by the length of the instruction stream, times the warps of a block, and a dozen meetings.
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_CUDA_CHOOSE_CUH
@@ -27,22 +28,20 @@
 
 #include <stdint.h>
 
-enum {
-    CHOICE_QUADS = 4, /* of a thread */
-    CHOICE_VALUES = 4 * CHOICE_QUADS,
-    CHOICE_FEW = 32 /* keys that are ranked against each other */
-};
+enum { CHOICE_FEW = 32 }; /* keys that are ranked against each other */
 
 /* The best keys: those above `threshold`, and the first `share` of its equals. */
 struct best_keys {
     uint32_t threshold, share;
 };
 
-template <int THREADS, bool KEPT> struct choice_scratch {
-    uint32_t bins[2 * THREADS];
-    uint32_t groups[2][2 * THREADS];        /* listed at a level, and at the one before */
-    uint16_t held[CHOICE_VALUES * THREADS]; /* places of what reaches the bound, in order, and of NaN */
-    float values[KEPT ? CHOICE_VALUES * THREADS : 1]; /* which these are, else they are loaded again */
+/* Shared memory of a block whose threads hold up to so many quads each. */
+template <int THREADS, int QUADS> struct choice_scratch {
+    static constexpr int VALUES = 4 * QUADS * THREADS, GROUPS = VALUES / CSA_PEAK; /* that fit the threads */
+    uint32_t bins[4 * THREADS];
+    uint32_t groups[2][GROUPS]; /* listed at a level, and at the one before */
+    uint32_t held[VALUES];      /* which values reach the bound, in order, or are NaN */
+    float values[VALUES];       /* and what they are */
     uint32_t warps[3][THREADS / 32];
     uint32_t bin, above, within;
     uint32_t few[CHOICE_FEW], few_count;
@@ -50,10 +49,11 @@ template <int THREADS, bool KEPT> struct choice_scratch {
 };
 
 /* The scores of a row and, where somebody found them already, the largest of each CSA_PEAK; NULL: not. NaN
- * counts in a peak only where there is nothing else. aligned: both, to 16 bytes. */
+ * counts in a peak only where there is nothing else. Of both there is room for so many, which may be read.
+ * aligned: both, to 16 bytes. */
 struct row_scores {
     const float *scores, *peaks;
-    int count;
+    int count, room, peak_room;
     bool aligned;
 };
 
@@ -79,13 +79,13 @@ static __device__ __forceinline__ float number_of(uint32_t key)
 /* What a level looks at: the largest of each 1 << log of so many numbers. */
 struct level_values {
     const float *numbers;
-    int count;
+    int count, room;
     int log;
     bool aligned;
 };
 
 /* NaN only if there is nothing else; past the end there is -infinity. */
-static __device__ __noinline__ float largest_value(level_values v, int value)
+static __device__ __forceinline__ float largest_value(const level_values &v, int value)
 {
     int64_t at = (int64_t)value << v.log, end = min(at + ((int64_t)1 << v.log), (int64_t)v.count);
     float most = at < end ? NAN : -INFINITY;
@@ -98,9 +98,28 @@ static __device__ __noinline__ float largest_value(level_values v, int value)
     return most;
 }
 
-static __device__ __forceinline__ float load_value(const level_values &v, int value)
+/* Four neighbours, however they are stored. Out of line: where score left peaks, only very long rows need it.
+ */
+static __device__ __noinline__ float4 largest_values(level_values v, int first)
 {
-    return v.log == 0 ? v.numbers[value] : largest_value(v, value);
+    float most[4];
+    int64_t at = (int64_t)first << v.log;
+    if (v.aligned && v.log == CSA_PEAK_SHIFT && at + 4 * CSA_PEAK <= v.count) {
+        float4 x[4 * CSA_PEAK / 4];
+#pragma unroll
+        for (int i = 0; i < CSA_PEAK; i++) /* all under way at once */
+            x[i] = ((const float4 *)(v.numbers + at))[i];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float4 a = x[2 * i], b = x[2 * i + 1];
+            most[i] = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < 4; i++)
+            most[i] = largest_value(v, first + i);
+    }
+    return make_float4(most[0], most[1], most[2], most[3]);
 }
 
 /* ---- Over the block ----------------------------------------------------------------------------- */
@@ -112,8 +131,8 @@ struct running_sum {
 
 /* The sums over the warps, of what each one's last lane has. The block meets between two that take the same
  * `buffer`. */
-template <int THREADS, bool KEPT>
-static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, KEPT> &s, int buffer,
+template <int THREADS, int QUADS>
+static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, QUADS> &s, int buffer,
                                                         uint32_t of_last_lane)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -125,27 +144,29 @@ static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, 
 }
 
 /* The sums over the threads before, and over the block. */
-template <int THREADS, bool KEPT>
-static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS, KEPT> &s, int buffer, uint32_t own)
+template <int THREADS, int QUADS>
+static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS, QUADS> &s, int buffer, uint32_t own)
 {
     uint32_t sum = sum_lanes(own);
     running_sum warps = sum_warps(s, buffer, sum);
     return {warps.before + sum - own, warps.all};
 }
 
-/* Keys [low, high], of which so many are above, and so many within. */
+enum : uint32_t { CHOICE_UNKNOWN = ~0U };
+
+/* Keys [low, high]: so many are above, and so many within, where that is known. */
 struct key_range {
     uint32_t low, high, above, within;
 };
 
 /* Narrows a range to a bin that has the rank-th best key (from 1); `each` visits the thread's keys. Bins are
  * empty before and after. */
-template <int THREADS, bool KEPT, typename Each>
-static __device__ __forceinline__ void narrow(choice_scratch<THREADS, KEPT> &s, key_range &range, uint32_t rank,
-                                              Each each)
+template <int THREADS, int QUADS, typename Each>
+static __device__ __forceinline__ void narrow(choice_scratch<THREADS, QUADS> &s, key_range &range,
+                                              uint32_t rank, Each each)
 {
-    constexpr int LOG = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : THREADS == 256 ? 9 : 8;
-    static_assert(2 * THREADS == 1 << LOG, "bins");
+    constexpr int LOG = THREADS == 512 ? 11 : THREADS == 256 ? 10 : 9;
+    static_assert(4 * THREADS == 1 << LOG, "bins");
     uint32_t low = range.low, span = range.high - range.low;
     int cut = max(0, 32 - LOG - __clz(span));
     each([&](uint32_t key) {
@@ -153,16 +174,23 @@ static __device__ __forceinline__ void narrow(choice_scratch<THREADS, KEPT> &s, 
             atomicAdd(&s.bins[(key - low) >> cut], 1U);
     });
     __syncthreads();
-    int upper = 2 * THREADS - 1 - 2 * (int)threadIdx.x; /* a thread's two bins, from the top */
-    uint2 counts = *(uint2 *)&s.bins[upper - 1];
-    *(uint2 *)&s.bins[upper - 1] = make_uint2(0, 0);
-    running_sum sum = scan(s, 0, counts.x + counts.y);
+    uint4 *own = (uint4 *)s.bins + (THREADS - 1 - threadIdx.x); /* a thread's bins, from the top */
+    uint4 counts = *own;
+    *own = make_uint4(0, 0, 0, 0);
+    uint32_t all = (counts.x + counts.y) + (counts.z + counts.w);
+    running_sum sum = scan(s, 0, all);
     uint32_t left = min(rank - range.above, sum.all); /* scores that change meanwhile do no harm */
-    if (sum.before < left && left <= sum.before + counts.x + counts.y) {
-        bool second = left > sum.before + counts.y;
-        s.bin = (uint32_t)(upper - second);
-        s.above = sum.before + (second ? counts.y : 0);
-        s.within = second ? counts.x : counts.y;
+    if (sum.before < left && left <= sum.before + all) {
+        uint32_t bin = 4 * (THREADS - threadIdx.x) - 1, above = sum.before, within = counts.w;
+        if (left > above + within)
+            bin--, above += within, within = counts.z;
+        if (left > above + within)
+            bin--, above += within, within = counts.y;
+        if (left > above + within)
+            bin--, above += within, within = counts.x;
+        s.bin = bin;
+        s.above = above;
+        s.within = within;
     }
     __syncthreads();
     range.within = 0;
@@ -181,82 +209,99 @@ struct level {
     level_values values;
     int all, count, each; /* values of the whole row; quads */
     const uint32_t *groups;
-
-    /* Which of the values the one at a place is. */
-    __device__ __forceinline__ int value(int place) const
-    {
-        return groups ? (int)groups[place / CSA_PEAK] * CSA_PEAK + place % CSA_PEAK : place;
-    }
-    /* The key of what is held. */
-    template <int THREADS, bool KEPT>
-    __device__ __forceinline__ uint32_t key(const choice_scratch<THREADS, KEPT> &s, int i) const
-    {
-        if constexpr (KEPT)
-            return key_of(s.values[i]);
-        else
-            return key_of(load_value(values, value(s.held[i])));
-    }
+    uint32_t bound,
+        highest; /* keys that matter: as many as are wanted reach the bound; CSA_NO_KEY: not known */
 };
 
-/* What a thread has of a level: values by quads, which of the level's values the first of each is (-1:
- * nothing), and each one's largest key. */
-struct thread_quads {
-    float value[CHOICE_QUADS][4];
-    int at[CHOICE_QUADS];
-    uint32_t most[CHOICE_QUADS];
+/* What a thread has of a level: values by quads, and which of the level's values the first of each is (-1:
+ * nothing). Its warp has `each` of every thread, or nothing. */
+template <int QUADS> struct thread_quads {
+    float value[QUADS][4];
+    int each, at[QUADS];
 };
 
 /* Loads a thread's quads, past the end -infinity; ready() returns once they may be read. */
-template <typename Ready>
-static __device__ __forceinline__ void load_quads(const level &l, int first, thread_quads &q, Ready ready)
+template <int QUADS, typename Ready>
+static __device__ __forceinline__ void load_quads(const level &l, thread_quads<QUADS> &q, Ready ready)
 {
     bool plain = l.values.log == 0 && l.values.aligned;
+    int of_warp = (int)threadIdx.x / 32 * l.each * 32;
+    q.each = of_warp < l.count ? l.each : 0;
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) {
-        int quad = first + 32 * i;
-        q.at[i] = i < l.each && quad < l.count ? l.value(4 * quad) : -1;
+    for (int i = 0; i < QUADS; i++) {
+        int quad = of_warp + (int)threadIdx.x % 32 + 32 * i;
+        q.at[i] = -1;
+        if (i < q.each && quad < l.count)
+            q.at[i] = l.groups ? (int)l.groups[quad / 2] * CSA_PEAK + quad % 2 * 4 : 4 * quad;
     }
     ready();
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) { /* loads do not wait for each other */
+    for (int i = 0; i < QUADS; i++) { /* loads do not wait for each other */
         float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-        if (plain && q.at[i] >= 0 && q.at[i] <= l.values.count - 4)
+        if (plain && q.at[i] >= 0 && q.at[i] <= l.values.room - 4)
             x = *(const float4 *)(l.values.numbers + q.at[i]);
         q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
     }
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) {
-        if (i >= l.each) {
-            q.most[i] = CSA_NO_KEY;
+    for (int i = 0; i < QUADS; i++) {
+        if (i >= q.each)
             continue;
+        if (q.at[i] >= 0 && (!plain || q.at[i] > l.values.room - 4)) {
+            float4 x = largest_values(l.values, q.at[i]);
+            q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
         }
-        if (q.at[i] >= 0 && (!plain || q.at[i] > l.values.count - 4))
+        if (q.at[i] > l.all - 4)
 #pragma unroll
-            for (int k = 0; k < 4; k++)
-                q.value[i][k] = largest_value(l.values, q.at[i] + k);
-        float largest = fmaxf(fmaxf(q.value[i][0], q.value[i][1]), fmaxf(q.value[i][2], q.value[i][3]));
-        q.most[i] = q.at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(largest);
+            for (int k = 1; k < 4; k++)
+                q.value[i][k] = q.at[i] + k < l.all ? q.value[i][k] : -INFINITY;
     }
 }
 
-/* A range of keys from a bound that at least `rank` reach, if there are so many, to the largest. */
-template <int THREADS, bool KEPT>
-static __device__ __forceinline__ key_range find_bound(choice_scratch<THREADS, KEPT> &s, const level &l,
-                                                       const thread_quads &q, uint32_t rank)
+/* How many of the largest keys of each quad are sure to be `rank` together; 4: all of the row may be needed. */
+static __device__ __forceinline__ int quad_share(const level &l, uint32_t rank)
 {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bool bounded = (uint32_t)l.count > rank; /* so many reach the smallest of the quads' largest */
-    uint32_t low = ~0U, high = 0;
+    uint32_t full = (uint32_t)l.all / 4;
+    return rank <= full ? 1 : rank <= 2 * full ? 2 : rank <= 3 * full ? 3 : 4;
+}
+
+/* The share-th largest of four keys (4: the smallest but for CSA_NO_KEY), less 1, so that no key is the
+ * largest.
+ */
+static __device__ __forceinline__ uint32_t least_of_share(const uint32_t (&key)[4], int share)
+{
+    uint32_t a = max(key[0], key[1]), b = max(key[2], key[3]), c = min(key[0], key[1]), d = min(key[2], key[3]);
+    uint32_t inner = min(a, b), other = max(c, d);
+    if (share == 4)
+        return min(min(key[0] - 1, key[1] - 1), min(key[2] - 1, key[3] - 1));
+    return (share == 1 ? max(a, b) : share == 2 ? max(inner, other) : min(inner, other)) - 1;
+}
+
+/* Finds a level's bound and largest key, and the range of the rank-th best key, of a level that has no groups:
+ * where there are more quads, from their largest keys alone, so that more keys reach it; else from all keys. */
+template <int THREADS, int QUADS>
+static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS, QUADS> &s, level &l,
+                                                       const thread_quads<QUADS> &q, uint32_t rank)
+{
+    constexpr int FEW = CSA_MAX_TOPK / THREADS; /* quads of a thread, at most, that are no more than the rank */
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = quad_share(l, rank);
+    bool by_quads = (uint32_t)l.count > rank;
+    uint32_t key[QUADS][4], low = ~0U, high = 0; /* by quads: [0] alone */
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) {
-        if (i >= l.each)
+    for (int i = 0; i < QUADS; i++) {
+        if (i >= q.each)
             continue;
-        high = max(high, q.most[i]);
-        low = min(low, q.most[i] - 1); /* no key is the largest */
-        if (!bounded && q.at[i] >= 0)
+        if (by_quads || i >= FEW) {
+            float most = fmaxf(fmaxf(q.value[i][0], q.value[i][1]), fmaxf(q.value[i][2], q.value[i][3]));
+            key[i][0] = q.at[i] < 0 ? (uint32_t)CSA_NO_KEY : key_of(most);
+            low = min(low, key[i][0] - 1);
+            high = max(high, key[i][0]);
+        } else {
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                low = q.at[i] + k < l.all ? min(low, key_of(q.value[i][k]) - 1) : low;
+                key[i][k] = q.at[i] >= 0 && q.at[i] + k < l.all ? key_of(q.value[i][k]) : (uint32_t)CSA_NO_KEY;
+            low = min(low, least_of_share(key[i], share));
+            high = max(high, max(max(key[i][0], key[i][1]), max(key[i][2], key[i][3])));
+        }
     }
     low = __reduce_min_sync(~0U, low);
     high = __reduce_max_sync(~0U, high);
@@ -267,79 +312,90 @@ static __device__ __forceinline__ key_range find_bound(choice_scratch<THREADS, K
     __syncthreads();
     key_range range = {__reduce_min_sync(~0U, lane < THREADS / 32 ? s.warps[0][lane] : ~0U) + 1,
                        __reduce_max_sync(~0U, lane < THREADS / 32 ? s.warps[1][lane] : 0U), 0, 0};
-    high = range.high;
-    if (bounded)
-        narrow(s, range, rank, [&](auto visit) {
+    l.highest = range.high;
+    narrow(s, range, rank, [&](auto visit) {
 #pragma unroll
-            for (int i = 0; i < CHOICE_QUADS; i++)
-                if (i < l.each)
-                    visit(q.most[i]);
-        });
-    return {range.low, high, 0, 0};
+        for (int i = 0; i < QUADS; i++)
+            if (i < q.each) {
+                visit(key[i][0]);
+                if (i < FEW && !by_quads)
+#pragma unroll
+                    for (int k = 1; k < 4; k++)
+                        visit(key[i][k]);
+            }
+    });
+    l.bound = range.low;
+    return by_quads ? key_range{range.low, l.highest, 0, CHOICE_UNKNOWN} : range;
 }
 
-/* Brings the places of what reaches a bound, as at least `rank` do if there are so many, and of NaN to shared
- * memory, in order; the range of the keys that reach it, and how many are held as `within`. ready() returns
- * once the values may be read. */
-template <int THREADS, bool KEPT, typename Ready>
-static __device__ __forceinline__ key_range hold_values(choice_scratch<THREADS, KEPT> &s, const level &l,
-                                                        uint32_t rank, Ready ready)
+/* Brings what reaches a level's bound, and NaN, to shared memory, in order, as groups of the next level if that
+ * is what they are to be (not NULL) and they fit; how many these are, and the range of the rank-th best.
+ * ready() returns once the values may be read. */
+template <int THREADS, int QUADS, typename Ready>
+static __device__ __forceinline__ int hold_values(choice_scratch<THREADS, QUADS> &s, level &l, uint32_t rank,
+                                                  uint32_t *groups, key_range &range, Ready ready)
 {
-    int first = (int)threadIdx.x / 32 * l.each * 32 + (int)threadIdx.x % 32; /* quad */
-    thread_quads q;
-    *(uint2 *)&s.bins[2 * threadIdx.x] = make_uint2(0, 0);
+    thread_quads<QUADS> q;
+    ((uint4 *)s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0)
         s.few_count = 0;
-    load_quads(l, first, q, ready);
-    key_range range = find_bound(s, l, q, rank);
+    load_quads(l, q, ready);
+    range = {l.bound, l.highest, 0, CHOICE_UNKNOWN};
+    if (l.bound == CSA_NO_KEY)
+        range = find_range(s, l, q, rank);
     /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
-    float bound = number_of(range.low);
-    uint32_t counts = 0;
+    float bound = number_of(l.bound);
+    uint32_t counts[QUADS / 4] = {}, sums[QUADS / 4], of_warp[QUADS / 4], all = 0;
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++)
-        if (i < l.each && q.at[i] >= 0)
+    for (int i = 0; i < QUADS; i++)
+        if (i < q.each && q.at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                counts += (uint32_t) !(q.value[i][k] < bound) << 8 * i;
-    uint32_t sums = sum_lanes(counts), of_warp = __shfl_sync(~0U, sums, 31);
-    sums -= counts;
-    running_sum warps =
-        sum_warps(s, 2, (of_warp & 0xFF) + (of_warp >> 8 & 0xFF) + (of_warp >> 16 & 0xFF) + (of_warp >> 24));
-    uint32_t before = warps.before;
-    range.within = warps.all;
+                counts[i / 4] += (uint32_t) !(q.value[i][k] < bound) << 8 * (i % 4);
 #pragma unroll
-    for (int i = 0; i < CHOICE_QUADS; i++) {
-        if (i >= l.each)
+    for (int i = 0; i < QUADS / 4; i++) {
+        sums[i] = sum_lanes(counts[i]);
+        of_warp[i] = __shfl_sync(~0U, sums[i], 31);
+        all += (of_warp[i] & 0xFF) + (of_warp[i] >> 8 & 0xFF) + (of_warp[i] >> 16 & 0xFF) + (of_warp[i] >> 24);
+    }
+    running_sum warps = sum_warps(s, 2, all);
+    uint32_t before = warps.before;
+    int held = (int)warps.all;
+    uint32_t *list = groups && held <= choice_scratch<THREADS, QUADS>::GROUPS ? groups : s.held;
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+        if (i >= q.each)
             continue;
-        uint32_t to = before + (sums >> 8 * i & 0xFF);
-        if (counts >> 8 * i & 0xFF)
+        uint32_t own = counts[i / 4] >> 8 * (i % 4) & 0xFF,
+                 to = before + (sums[i / 4] >> 8 * (i % 4) & 0xFF) - own;
+        if (own)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 if (!(q.value[i][k] < bound)) {
-                    if (KEPT)
-                        s.values[to] = q.value[i][k];
-                    s.held[to++] = (uint16_t)((first + 32 * i) * 4 + k);
+                    s.values[to] = q.value[i][k];
+                    list[to++] = (uint32_t)(q.at[i] + k);
                 }
-        before += of_warp >> 8 * i & 0xFF;
+        before += of_warp[i / 4] >> 8 * (i % 4) & 0xFF;
     }
     __syncthreads();
     if (bound == -INFINITY) { /* all are held, what stands past the end, too, as the last */
-        range.low = CSA_NAN_KEY;
-        while (l.value(s.held[range.within - 1]) >= l.all)
-            range.within--;
+        l.bound = CSA_NAN_KEY;
+        range = {CSA_NAN_KEY, l.highest, 0, CHOICE_UNKNOWN};
+        while (list[held - 1] >= (uint32_t)l.all)
+            held--;
     }
-    return range;
+    return held;
 }
 
 /* The rank-th best of the held keys, which is one of the few in the range: warps rank them in turn. */
-template <int THREADS, bool KEPT>
-static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, KEPT> &s, const level &l, int held,
+template <int THREADS, int QUADS>
+static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, QUADS> &s, int held,
                                                      key_range range, uint32_t rank)
 {
     uint32_t lane = threadIdx.x % 32, span = range.high - range.low;
 #pragma unroll 1
     for (int i = threadIdx.x; i < held; i += THREADS) {
-        uint32_t key = l.key(s, i);
+        uint32_t key = key_of(s.values[i]);
         if (key - range.low <= span)
             s.few[atomicAdd(&s.few_count, 1U) % CHOICE_FEW] = key;
     }
@@ -360,37 +416,36 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, KEP
     return s.best;
 }
 
-/* Finds the rank-th best of the held keys. */
-template <int THREADS, bool KEPT>
-static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS, KEPT> &s, const level &l,
+/* Finds the rank-th best of the held keys, which is in the range. */
+template <int THREADS, int QUADS>
+static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS, QUADS> &s, int held,
                                                       key_range range, uint32_t rank)
 {
-    int held = (int)range.within;
 #pragma unroll 1
     for (;;) {
-        narrow(s, range, rank, [&](auto visit) {
-#pragma unroll 1
-            for (int i = threadIdx.x; i < held; i += THREADS)
-                visit(l.key(s, i));
-        });
         if (range.low == range.high || range.within == 0)
             return {range.low, rank - range.above};
         if (range.within <= CHOICE_FEW)
-            return rank_few(s, l, held, range, rank);
+            return rank_few(s, held, range, rank);
+        narrow(s, range, rank, [&](auto visit) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < held; i += THREADS)
+                visit(key_of(s.values[i]));
+        });
     }
 }
 
-/* Writes where the best of the held keys stand, in order, to `to`, which has room for `most`; how many they
- * are. */
-template <int THREADS, bool KEPT, typename To>
-static __device__ __forceinline__ int write_best(choice_scratch<THREADS, KEPT> &s, const level &l, int held,
-                                                 best_keys best, To *to, uint32_t most)
+/* Writes which values the best of the held keys are, in order, to `to`, which has room for `most`; how many
+ * they are. */
+template <int THREADS, int QUADS, typename To>
+static __device__ __forceinline__ int write_best(choice_scratch<THREADS, QUADS> &s, int held, best_keys best,
+                                                 To *to, uint32_t most)
 {
     int each = (held + THREADS - 1) / THREADS, first = (int)threadIdx.x * each, end = min(first + each, held);
     uint32_t better = 0, ties = 0;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        uint32_t key = l.key(s, i);
+        uint32_t key = key_of(s.values[i]);
         better += key > best.threshold;
         ties += key == best.threshold;
     }
@@ -398,12 +453,12 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS, KEPT> &
     better = sum.before & 0xFFFF, ties = sum.before >> 16;
 #pragma unroll 1
     for (int i = first; i < end; i++) {
-        uint32_t key = l.key(s, i);
+        uint32_t key = key_of(s.values[i]);
         bool tied = key == best.threshold;
         uint32_t place = better + min(ties, best.share);
         if (key < best.threshold || (tied && ties >= best.share) || place >= most)
             continue;
-        to[place] = (To)l.value(s.held[i]);
+        to[place] = (To)s.held[i];
         better += !tied;
         ties += tied;
     }
@@ -413,35 +468,39 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS, KEPT> &
 
 /* ---- The whole ---------------------------------------------------------------------------------- */
 
-/* Writes the `rank` best of more regions than that, in order; rank <= THREADS if they do not fit the threads.
+/* Writes the `rank` best of more regions than that, in order; rank <= GROUPS if they do not fit the threads.
  */
-template <int THREADS, bool KEPT, typename Ready>
-static __device__ void choose_best(choice_scratch<THREADS, KEPT> &s, const row_scores &row, uint32_t rank,
+template <int THREADS, int QUADS, typename Ready>
+static __device__ void choose_best(choice_scratch<THREADS, QUADS> &s, const row_scores &row, uint32_t rank,
                                    int64_t *entries, Ready ready)
 {
     int shift = 0; /* scores of a key, as a power of two */
-    while ((row.count - 1) >> shift >= CHOICE_VALUES * THREADS)
+    while ((row.count - 1) >> shift >= choice_scratch<THREADS, QUADS>::VALUES)
         shift += CSA_PEAK_SHIFT;
     level l = {};
     l.count = (((row.count - 1) >> shift) + 4) / 4;
 #pragma unroll 1
     for (;; shift -= CSA_PEAK_SHIFT) {
         if (row.peaks && shift >= CSA_PEAK_SHIFT)
-            l.values = {row.peaks, (row.count + CSA_PEAK - 1) / CSA_PEAK, shift - CSA_PEAK_SHIFT, row.aligned};
+            l.values = {row.peaks, (row.count + CSA_PEAK - 1) / CSA_PEAK, row.peak_room, shift - CSA_PEAK_SHIFT,
+                        row.aligned};
         else
-            l.values = {row.scores, row.count, shift, row.aligned};
+            l.values = {row.scores, row.count, row.room, shift, row.aligned};
         l.all = ((row.count - 1) >> shift) + 1;
         l.each = (l.count + THREADS - 1) / THREADS;
-        key_range reach = hold_values(s, l, rank, ready);
-        int held = (int)reach.within;
-        best_keys best = find_best(s, l, reach, rank);
-        if (shift == 0) {
-            write_best(s, l, held, best, entries, rank);
+        key_range range;
+        uint32_t *groups = shift > 0 ? s.groups[shift / CSA_PEAK_SHIFT % 2] : nullptr;
+        int held = hold_values(s, l, rank, groups, range, ready);
+        if (!groups) {
+            write_best(s, held, find_best(s, held, range, rank), entries, rank);
             return;
         }
-        uint32_t *groups = s.groups[shift / CSA_PEAK_SHIFT % 2];
-        best.share = rank;
-        l.count = 2 * write_best(s, l, held, best, groups, 2 * THREADS);
+        if (held > choice_scratch<THREADS, QUADS>::GROUPS) {
+            best_keys best = find_best(s, held, range, rank);
+            l.bound = best.threshold;
+            held = write_best(s, held, best, groups, choice_scratch<THREADS, QUADS>::GROUPS);
+        }
+        l.count = 2 * held;
         l.groups = groups;
     }
 }
@@ -449,8 +508,8 @@ static __device__ void choose_best(choice_scratch<THREADS, KEPT> &s, const row_s
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,
  * row.count (-1: no region at all), and the current one. ready() returns once the scores may be read and the
  * columns written. */
-template <int THREADS, bool KEPT, typename Ready>
-static __device__ void choose_list(choice_scratch<THREADS, KEPT> &s, const row_scores &row, int width,
+template <int THREADS, int QUADS, typename Ready>
+static __device__ void choose_list(choice_scratch<THREADS, QUADS> &s, const row_scores &row, int width,
                                    int64_t *entries, Ready ready)
 {
     int current = row.count;
