@@ -23,27 +23,54 @@ int64_t csa_peak_stride(const csa_step_shape *shape)
     return shape->cuda && shape->regions > CSA_SHORT_ROW ? (csa_score_stride(shape) / CSA_PEAK + 4) / 4 * 4 : 0;
 }
 
+int64_t csa_peak_rows(const csa_step_shape *shape, int64_t rows)
+{
+    return shape->regions > CSA_LONG_ROW || rows < CSA_PEAK_ROWS ? rows : CSA_PEAK_ROWS;
+}
+
+/* Peaks of a chunk of so many tokens. */
+static size_t peak_bytes(const csa_step_shape *shape, int64_t tokens)
+{
+    if (!csa_step_ranks(shape))
+        return 0;
+    return sizeof(float) * (size_t)(csa_peak_rows(shape, tokens * shape->groups) * csa_peak_stride(shape));
+}
+
 /* Scratch of one token: its position and owner; for each of its rows the current region, a selection and, where
- * there is a choice, scores and peaks. */
+ * there is a choice, scores. */
 static size_t token_bytes(const csa_step_shape *shape)
 {
     size_t row = sizeof(int64_t) * (1 + (size_t)csa_list_columns(shape));
     if (csa_step_ranks(shape))
-        row += sizeof(float) * (size_t)(csa_score_stride(shape) + csa_peak_stride(shape));
+        row += sizeof(float) * (size_t)csa_score_stride(shape);
     return 2 * sizeof(int64_t) + (size_t)shape->groups * row;
 }
 
 /* Scratch of a chunk but for parts. */
 static size_t chunk_bytes(const csa_step_shape *shape)
 {
-    return GAPS + (size_t)csa_chunk_tokens(shape) * token_bytes(shape);
+    int64_t tokens = csa_chunk_tokens(shape);
+    return GAPS + (size_t)tokens * token_bytes(shape) + peak_bytes(shape, tokens);
+}
+
+/* Tokens of so many bytes each that fit the limit beside others; at least 1. */
+static int64_t fitting_tokens(const csa_step_shape *shape, size_t others, size_t each)
+{
+    return shape->limit > others + each ? (int64_t)((shape->limit - others) / each) : 1;
 }
 
 int64_t csa_chunk_tokens(const csa_step_shape *shape)
 {
     size_t one = token_bytes(shape);
-    int64_t fitting = shape->limit > GAPS + one ? (int64_t)((shape->limit - GAPS) / one) : 1;
-    return fitting < shape->tokens || shape->tokens < 1 ? fitting : shape->tokens;
+    int64_t most = fitting_tokens(shape, GAPS, one + peak_bytes(shape, 1));
+    if (shape->regions <= CSA_LONG_ROW) { /* where not all rows have peaks */
+        int64_t more = fitting_tokens(shape, GAPS + peak_bytes(shape, CSA_PEAK_ROWS), one);
+        most = most > more ? most : more;
+    }
+    if (most >= shape->tokens && shape->tokens >= 1)
+        return shape->tokens;
+    bool waves = shape->cuda && most * shape->groups > CSA_WAVE_ROWS;
+    return waves ? most * shape->groups / CSA_WAVE_ROWS * CSA_WAVE_ROWS / shape->groups : most;
 }
 
 /* Parts of so many entries of all rows; none if a row would be one, which would only be read again. */
@@ -114,7 +141,7 @@ csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace)
     a.current = carve(&next, rows * sizeof *a.current);
     a.selected = carve(&next, rows * (size_t)csa_list_columns(shape) * sizeof *a.selected);
     a.records = carve(&next, (size_t)csa_record_count(shape) * CSA_RECORD_BYTES);
-    a.peaks = carve(&next, csa_step_ranks(shape) ? rows * (size_t)csa_peak_stride(shape) * sizeof *a.peaks : 0);
+    a.peaks = carve(&next, peak_bytes(shape, (int64_t)tokens));
     a.scores = (float *)next;
     return a;
 }

@@ -38,11 +38,19 @@ int64_t csa_chunk_tokens(const csa_step_shape *shape);
 enum {
     CSA_PEAK_SHIFT = 3,
     CSA_PEAK = 1 << CSA_PEAK_SHIFT, /* regions */
-    CSA_SHORT_ROW = 8192            /* regions at most: selected from without peaks */
+    CSA_SHORT_ROW = 8192,           /* regions at most: selected from without peaks */
+    CSA_LONG_ROW = 16384,           /* likewise, where rows are many: more than CSA_PEAK_ROWS */
+    CSA_PEAK_ROWS = 256
 };
+
+/* On cuda, rows that attention works on at a time; chunks that have more have a multiple of it. */
+enum { CSA_WAVE_ROWS = 512 };
 
 /* Floats from one row of peaks to the next; 0: none. */
 int64_t csa_peak_stride(const csa_step_shape *shape);
+
+/* Of so many rows of a chunk, how many there is room for peaks of. */
+int64_t csa_peak_rows(const csa_step_shape *shape, int64_t rows);
 
 /*
  * Parts of rows on cuda. A row's list is cut into pieces, these into quads, these into units. Where rows are so
@@ -86,7 +94,7 @@ typedef struct csa_chunk_arrays {
     int64_t *current;   /* [rows] */
     int64_t *selected;  /* [rows, columns] */
     void *records;      /* [csa_record_count, CSA_RECORD_BYTES] */
-    float *peaks;       /* [rows, csa_peak_stride(shape)] */
+    float *peaks;       /* [csa_peak_rows(shape, rows), csa_peak_stride(shape)] */
     float *scores;      /* [rows, csa_score_stride(shape)] */
 } csa_chunk_arrays;
 csa_chunk_arrays csa_lay_out_chunk(const csa_step_shape *shape, void *workspace);

@@ -8,9 +8,9 @@
 
 enum { MANY = 70000 }; /* more than a grid's y and z may have */
 
-static csa_tensor repeated(csa_tensor t)
+static csa_tensor repeated(csa_tensor t, int64_t count)
 {
-    t.shape[0] = MANY;
+    t.shape[0] = count;
     t.stride[0] = 0;
     return t;
 }
@@ -41,11 +41,11 @@ static void expect_all_equal(const char *name, csa_tensor many, const csa_tensor
     CHECK_CUDA(cudaFree(many.data));
 }
 
-static csa_tokens repeated_tokens(const twin *t)
+static csa_tokens repeated_tokens(const twin *t, int64_t count)
 {
     csa_tokens k = t->device.step;
-    k.block_table = repeated(k.block_table);
-    k.positions = repeated(k.positions);
+    k.block_table = repeated(k.block_table, count);
+    k.positions = repeated(k.positions, count);
     k.slots.ndim = k.ring_base.ndim = 0;
     return k;
 }
@@ -57,11 +57,11 @@ void decode_takes_many_rows(void **state)
     twin t;
     make_twin(&t, (world_shape){.exact_length = 300, .groups = 2, .heads = 4}, 76);
     CHECK_OK(queue(DECODE, &t));
-    csa_tokens tokens = repeated_tokens(&t);
+    csa_tokens tokens = repeated_tokens(&t, MANY);
     csa_step_args step = world_step(&t.device);
     csa_tensor *inputs[] = {&step.index_query, &step.index_weights, &step.query, &step.gate};
     for (int i = 0; i < 4; i++)
-        *inputs[i] = repeated(*inputs[i]);
+        *inputs[i] = repeated(*inputs[i], MANY);
     step.tokens = &tokens;
     step.rows_out = NULL;
     step.out = many_of(step.out);
@@ -79,6 +79,51 @@ void decode_takes_many_rows(void **state)
     end_twin(&t);
 }
 
+/* Rows of an output that nobody will touch. */
+static csa_tensor untouched(csa_tensor t, int64_t count)
+{
+    t.shape[0] = count;
+    return t;
+}
+
+/* Kernels count rows in 32 bits, and a grid has fewer than 2^31 blocks. */
+void too_many_rows_are_refused(void **state)
+{
+    (void)state;
+    twin t;
+    make_twin(&t, (world_shape){.exact_length = 300, .groups = 2, .heads = 4}, 77);
+    const int64_t counts[] = {(int64_t)1 << 30, ((int64_t)1 << 32) + 1}; /* two groups each */
+    for (int i = 0; i < 2; i++) {
+        int64_t count = counts[i];
+        csa_tokens tokens = repeated_tokens(&t, count);
+        csa_score_args score = world_score(&t.device);
+        score.tokens = &tokens;
+        score.rows_out = NULL;
+        score.query = repeated(score.query, count);
+        score.weights = repeated(score.weights, count);
+        score.scores = untouched(score.scores, 2 * count);
+        CHECK(csa_score(context, &score) == CSA_ERROR_UNSUPPORTED);
+        csa_select_args select = world_select(&t.device);
+        select.scores = repeated(select.scores, 2 * count);
+        select.current = repeated(select.current, 2 * count);
+        select.selected = untouched(select.selected, 2 * count);
+        CHECK(csa_select(context, &select) == CSA_ERROR_UNSUPPORTED);
+        csa_attend_args attend = world_attend(&t.device);
+        attend.tokens = &tokens;
+        attend.rows = NULL;
+        attend.query = repeated(attend.query, count);
+        attend.selected = repeated(attend.selected, 2 * count);
+        attend.gate = repeated(attend.gate, count);
+        attend.out = untouched(attend.out, count);
+        attend.lse = untouched(attend.lse, count);
+        CHECK(csa_attend(context, &attend) == CSA_ERROR_UNSUPPORTED);
+        char text[200];
+        csa_last_error(text, sizeof text);
+        CHECKF(strstr(text, "2^31 - 1 rows") != NULL, "%s", text);
+    }
+    end_twin(&t);
+}
+
 void stages_take_many_rows(void **state)
 {
     (void)state;
@@ -86,7 +131,7 @@ void stages_take_many_rows(void **state)
     twin t;
     make_twin(&t, (world_shape){.exact_length = 300, .groups = 2, .heads = 4}, 77);
     world *w = &t.device;
-    csa_tokens tokens = repeated_tokens(&t);
+    csa_tokens tokens = repeated_tokens(&t, MANY);
     csa_score_args score = world_score(w), scores = score;
     csa_select_args select = world_select(w), selects;
     csa_attend_args attend = world_attend(w), attends = attend;
@@ -95,8 +140,8 @@ void stages_take_many_rows(void **state)
     CHECK_OK(csa_select(context, &select));
     CHECK_OK(csa_attend(context, &attend));
     scores.tokens = attends.tokens = &tokens;
-    scores.query = repeated(score.query);
-    scores.weights = repeated(score.weights);
+    scores.query = repeated(score.query, MANY);
+    scores.weights = repeated(score.weights, MANY);
     csa_rows rows = {.size = sizeof rows, .current = many_of(w->rows_out.current)};
     scores.rows_out = &rows;
     scores.scores = many_of(score.scores);
@@ -106,8 +151,8 @@ void stages_take_many_rows(void **state)
     selects.current = rows.current;
     selects.selected = many_of(select.selected);
     CHECK_OK(csa_select(context, &selects));
-    attends.query = repeated(attend.query);
-    attends.gate = repeated(attend.gate);
+    attends.query = repeated(attend.query, MANY);
+    attends.gate = repeated(attend.gate, MANY);
     attends.selected = selects.selected;
     attends.out = many_of(attend.out);
     attends.lse = many_of(attend.lse);
@@ -127,7 +172,7 @@ void prepare_takes_many_tokens(void **state)
     twin t;
     make_twin(&t, (world_shape){.exact_length = 100, .heads = 2}, 78);
     csa_prepare_args one = t.device.prepare, many = one;
-    csa_tokens tokens = repeated_tokens(&t);
+    csa_tokens tokens = repeated_tokens(&t, MANY);
     csa_tensor *inputs[] = {&many.index_query, &many.index_key, &many.index_weights,
                             &many.query,       &many.key,       &many.value};
     csa_tensor *outputs[] = {&many.index_query_out, &many.index_key_out, &many.index_weights_out,
@@ -135,7 +180,7 @@ void prepare_takes_many_tokens(void **state)
     const csa_tensor *expected[] = {&one.index_query_out, &one.index_key_out, &one.index_weights_out,
                                     &one.query_out,       &one.key_out,       &one.value_out};
     for (int i = 0; i < 6; i++) {
-        *inputs[i] = repeated(*inputs[i]);
+        *inputs[i] = repeated(*inputs[i], MANY);
         *outputs[i] = many_of(*outputs[i]);
     }
     one.cache = many.cache = NULL;
@@ -303,20 +348,10 @@ void long_rows_are_selected(void **state)
     csa_context_destroy(ref);
 }
 
-/* In a step, score finds the peaks. */
-void long_steps_select_like_stages(void **state)
+static void expect_steps_like_stages(world_shape shape)
 {
-    (void)state;
-    skip_if_quick();
     twin t;
-    make_twin(&t,
-              (world_shape){.exact_length = 72000,
-                            .requests = 2,
-                            .query_len = 2,
-                            .topk = 512,
-                            .block_size = 128,
-                            .kv_dtype = CSA_E4M3},
-              79);
+    make_twin(&t, shape, 79);
     csa_score_args score = world_score(&t.device);
     csa_select_args select = world_select(&t.device);
     CHECK_OK(queue(DECODE, &t));
@@ -331,4 +366,24 @@ void long_steps_select_like_stages(void **state)
     tensor_expect_equal("selected", &selected, &t.host.selected);
     free(selected.data);
     end_twin(&t);
+}
+
+/* In a step, score finds peaks: of more than 8192 regions where rows are few, of more than 16,384 always; past
+ * 65,536 blocks are larger. */
+void long_steps_select_like_stages(void **state)
+{
+    (void)state;
+    skip_if_quick();
+    world_shape shape = {.requests = 2, .query_len = 2, .topk = 512, .block_size = 128, .kv_dtype = CSA_E4M3};
+    const int lengths[] = {72000, 140000, 540000};
+    for (int i = 0; i < 3; i++) {
+        shape.exact_length = lengths[i];
+        expect_steps_like_stages(shape);
+        shape.requests = 1;
+    }
+    shape.exact_length = 72000;
+    shape.query_len = 33; /* 264 rows */
+    shape.groups = 8;
+    shape.heads = 1;
+    expect_steps_like_stages(shape);
 }

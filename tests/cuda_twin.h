@@ -67,6 +67,7 @@ void spoil_workspace(const twin *t, int byte);
 /* ---- Tests of sizes, cuda_sizes.c --------------------------------------------------------------- */
 
 void decode_takes_many_rows(void **state);
+void too_many_rows_are_refused(void **state);
 void stages_take_many_rows(void **state);
 void prepare_takes_many_tokens(void **state);
 void blocks_may_lie_far_apart(void **state);

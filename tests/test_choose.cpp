@@ -100,7 +100,7 @@ std::vector<int64_t> expect(const std::vector<float> &scores, int width)
 }
 
 /* One row by a block of THREADS; scratch and columns start as garbage. */
-template <int THREADS, int QUADS>
+template <int THREADS>
 bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
 {
     std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores), shifted(1);
@@ -108,11 +108,11 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
     bool shift = r() % 4 == 0; /* scores that are not aligned */
     const float *values = shift ? shifted.data() + 1 : scores.data();
     std::vector<int64_t> columns((size_t)width + 1, -77);
-    auto scratch = std::make_unique<choice_scratch<THREADS, QUADS>>();
+    auto scratch = std::make_unique<choice_scratch<THREADS>>();
     memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
     bool aligned = (uintptr_t)values % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
     row_scores row = {values, with_peaks ? peaks.data() : nullptr, count, count, (int)peaks.size(), aligned};
-    choice_scratch<THREADS, QUADS> &s = *scratch;
+    choice_scratch<THREADS> &s = *scratch;
     int64_t *to = columns.data();
     run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
     if (columns == expect(scores, width))
@@ -123,12 +123,12 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
 }
 
 /* Rows that threads hold at once may have any width; of longer ones, the width's groups have to fit. */
-template <int THREADS, int QUADS> bool draw_row(random_source &r, int count)
+template <int THREADS> bool draw_row(random_source &r, int count)
 {
-    bool fits = count <= choice_scratch<THREADS, QUADS>::VALUES;
-    const int widths[] = {1, THREADS / 2 + 3, THREADS, fits ? 1024 : choice_scratch<THREADS, QUADS>::GROUPS};
+    bool fits = count <= choice_scratch<THREADS>::VALUES;
+    const int widths[] = {1, THREADS / 2 + 3, THREADS, fits ? 1024 : choice_scratch<THREADS>::GROUPS};
     int width = widths[r() % 4], sort = (int)(r() % SORTS);
-    return choose_like_a_sort<THREADS, QUADS>(r, count, width, sort, r() % 2);
+    return choose_like_a_sort<THREADS>(r, count, width, sort, r() % 2);
 }
 
 } // namespace
@@ -141,9 +141,10 @@ int main()
     int done = 0, wrong = 0;
     for (int count : counts)
         for (int i = 0; i < (quick ? 2 : 6); i++, done++)
-            wrong += !(i % 3 == 2 ? draw_row<256, 4>(r, count) : draw_row<128, 4>(r, count));
+            wrong += !(i % 3 == 2 ? draw_row<256>(r, count) : draw_row<128>(r, count));
     for (int i = 0; i < 2; i++, done++)
-        wrong += !choose_like_a_sort<512, 8>(r, 300000, i == 0 ? 1024 : 512, 7, i == 0);
+        wrong += i == 0 ? !choose_like_a_sort<1024>(r, 300000, 1024, 7, true)
+                        : !choose_like_a_sort<512>(r, 300000, 512, 7, false);
     printf("%d selections, %d wrong\n", done, wrong);
     return wrong ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -458,19 +458,13 @@ int main(void)
         return 77;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(layers_agree_with_ref),
-        cmocka_unit_test(graphs_replay_other_lengths),
-        cmocka_unit_test(steps_repeat_themselves),
-        cmocka_unit_test(batch_mates_change_nothing),
-        cmocka_unit_test(cuts_change_nothing),
-        cmocka_unit_test(contexts_share_a_device),
-        cmocka_unit_test(decode_takes_many_rows),
-        cmocka_unit_test(stages_take_many_rows),
-        cmocka_unit_test(prepare_takes_many_tokens),
-        cmocka_unit_test(blocks_may_lie_far_apart),
-        cmocka_unit_test(bad_ids_are_named),
-        cmocka_unit_test(long_rows_are_selected),
-        cmocka_unit_test(long_steps_select_like_stages),
+        cmocka_unit_test(layers_agree_with_ref),        cmocka_unit_test(graphs_replay_other_lengths),
+        cmocka_unit_test(steps_repeat_themselves),      cmocka_unit_test(batch_mates_change_nothing),
+        cmocka_unit_test(cuts_change_nothing),          cmocka_unit_test(contexts_share_a_device),
+        cmocka_unit_test(decode_takes_many_rows),       cmocka_unit_test(too_many_rows_are_refused),
+        cmocka_unit_test(stages_take_many_rows),        cmocka_unit_test(prepare_takes_many_tokens),
+        cmocka_unit_test(blocks_may_lie_far_apart),     cmocka_unit_test(bad_ids_are_named),
+        cmocka_unit_test(long_rows_are_selected),       cmocka_unit_test(long_steps_select_like_stages),
         cmocka_unit_test(what_is_not_there_is_refused),
     };
     test_seed();

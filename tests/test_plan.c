@@ -154,15 +154,21 @@ static void chunks_cover_the_tokens(void **state)
         CHECK(csa_chunk_tokens(&more) <= chunk);
         more = s;
         more.tokens += random_between(&r, 0, 1000);
-        CHECK(csa_chunk_tokens(&more) >= chunk);
-        if (chunk < s.tokens) /* one token more would not fit */
-            CHECK(chunk_bytes(s, chunk + 1) > s.limit);
+        CHECK(s.cuda || csa_chunk_tokens(&more) >= chunk);
+        bool waves =
+            s.cuda && chunk * s.groups > CSA_WAVE_ROWS - s.groups; /* whole ones, but for a token's rows */
+        if (chunk < s.tokens)                                      /* more would not fit */
+            CHECK(chunk_bytes(s, chunk + (waves ? CSA_WAVE_ROWS / s.groups + 1 : 1)) > s.limit);
         if (chunk > 1)
             CHECK(chunk_bytes(s, chunk) <= s.limit);
         csa_step_shape one = s;
         one.limit = 1;
         CHECK(csa_chunk_tokens(&one) == 1);
     }
+    csa_step_shape prefill = {8192, 2, 16384, 512, CSA_DEFAULT_SCRATCH, true};
+    CHECK(csa_chunk_tokens(&prefill) == 3 * CSA_WAVE_ROWS / 2);
+    prefill.tokens = 900; /* all at once: as many as there are */
+    CHECK(csa_chunk_tokens(&prefill) == 900);
 }
 
 static void expect_apart(const void *start, size_t bytes, const void *next, const char *name)
@@ -192,8 +198,10 @@ static void layouts_fit(void **state)
         size_t records = (size_t)csa_record_count(&s);
         CHECK(s.cuda || records == 0);
         expect_apart(a.records, records * CSA_RECORD_BYTES, a.peaks, "records");
-        size_t peaks = s.cuda && csa_step_ranks(&s) ? rows * (size_t)csa_peak_stride(&s) * 4 : 0;
+        int64_t peak_rows = csa_peak_rows(&s, (int64_t)rows);
+        size_t peaks = s.cuda && csa_step_ranks(&s) ? (size_t)(peak_rows * csa_peak_stride(&s)) * 4 : 0;
         CHECK(peaks == 0 || csa_peak_stride(&s) * CSA_PEAK >= s.regions);
+        CHECK(peak_rows == (int64_t)rows || (s.regions <= CSA_LONG_ROW && peak_rows == CSA_PEAK_ROWS));
         expect_apart(a.peaks, peaks, a.scores, "peaks");
         size_t scores = csa_step_ranks(&s) ? rows * (size_t)csa_score_stride(&s) * 4 : 0;
         expect_apart(a.scores, scores, base + csa_step_bytes(&s), "scores");

@@ -283,8 +283,9 @@ csa_status csa_cuda_attend_span(const csa_context *context, const csa_attend_arg
                                 bool overlap, void *records, int64_t room)
 {
     attend_params p = {};
-    if (span.count == 0)
-        return CSA_OK;
+    csa_status status = csa_cuda_check_rows(args->query.shape[0], args->query.shape[1]);
+    if (status != CSA_OK || span.count == 0)
+        return status;
     const csa_tensor &kv = args->cache->kv;
     p.tokens = csa_token_source(*args->tokens);
     p.map = csa_block_map(args->tokens->block_table, kv.shape[0]);

@@ -22,6 +22,16 @@ csa_status csa_cuda_check(cudaError_t error, const char *what)
     return csa_cuda_fail(CSA_ERROR_DEVICE, "cuda: %s: %s", what, cudaGetErrorString(error));
 }
 
+csa_status csa_cuda_check_rows(int64_t tokens, int64_t of_token)
+{
+    if (tokens <= INT32_MAX && tokens * of_token <= INT32_MAX)
+        return CSA_OK;
+    return csa_cuda_fail(
+        CSA_ERROR_UNSUPPORTED,
+        "%lld tokens of %lld rows each: the cuda back end takes at most 2^31 - 1 rows at a time",
+        (long long)tokens, (long long)of_token);
+}
+
 size_t csa_most_shared(void)
 {
     int device = 0, most = 0;

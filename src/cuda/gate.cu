@@ -33,9 +33,10 @@ csa_status csa_cuda_load_gate(void)
 csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args)
 {
     (void)context;
+    csa_status status = csa_cuda_check_rows(args->out.shape[0], args->out.shape[1]);
     int64_t items = args->out.shape[0] * args->out.shape[1];
-    if (items == 0)
-        return CSA_OK;
+    if (status != CSA_OK || items == 0)
+        return status;
     csa_launch l;
     l.grid = dim3((unsigned)((items + WARPS - 1) / WARPS));
     l.block = dim3(32 * WARPS);

@@ -15,6 +15,9 @@ extern csa_status (*csa_cuda_fail)(csa_status status, const char *format, ...);
 /* CSA_OK, or the error's text after what was being done. */
 csa_status csa_cuda_check(cudaError_t error, const char *what);
 
+/* Are rows few enough for a grid and for the kernels' indices? CSA_ERROR_UNSUPPORTED: not. */
+csa_status csa_cuda_check_rows(int64_t tokens, int64_t of_token);
+
 /* Bytes of shared memory that a block may have at most on the current device. */
 size_t csa_most_shared(void);
 

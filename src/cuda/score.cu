@@ -515,6 +515,9 @@ static csa_status fill_params(score_params &p, const csa_score_args *args)
     if (csa_present(&scores) && scores.shape[1] > INT32_MAX)
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most 2^31 - 1 are supported",
                              (long long)scores.shape[1]);
+    csa_status status = csa_cuda_check_rows(args->query.shape[0], args->query.shape[1]);
+    if (status != CSA_OK)
+        return status;
     p.tokens = csa_token_source(*args->tokens);
     p.map = csa_block_map(args->tokens->block_table, summaries.shape[0]);
     p.summaries = (const uint8_t *)summaries.data;

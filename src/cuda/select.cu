@@ -14,12 +14,12 @@ namespace
 
 enum {
     MAX_REGIONS = INT32_MAX - 65536, /* indices past a row's end stay ints */
-    THREADS = 512,
-    FEW_QUADS = 4, /* of a thread, where that is enough */
-    MOST_QUADS = 8
+    SHORT_THREADS = 512,             /* of blocks for rows that they can hold, or whose peaks they can */
+    LONG_THREADS = 1024
 };
-static_assert((int)choice_scratch<THREADS, FEW_QUADS>::VALUES == (int)CSA_SHORT_ROW &&
-                  (int)choice_scratch<THREADS, FEW_QUADS>::GROUPS >= (int)CSA_MAX_TOPK,
+static_assert((int)choice_scratch<LONG_THREADS>::VALUES == (int)CSA_LONG_ROW &&
+                  (int)choice_scratch<SHORT_THREADS>::VALUES == (int)CSA_SHORT_ROW &&
+                  (int)choice_scratch<SHORT_THREADS>::GROUPS >= (int)CSA_MAX_TOPK,
               "plan.h");
 
 struct select_params {
@@ -32,7 +32,7 @@ struct select_params {
 };
 
 /* AT_ONCE: blocks of a multiprocessor; one has more registers, and is faster where there is no second. */
-template <int QUADS, int AT_ONCE>
+template <int THREADS, int AT_ONCE>
 __global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_constant__ select_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_c
                          p.room,
                          p.peak_room,
                          p.aligned};
-    choose_list(*(choice_scratch<THREADS, QUADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
+    choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
                 [] { wait_for_kernel_ahead(); });
 }
 
@@ -58,6 +58,9 @@ csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_ten
     if (scores.shape[1] > MAX_REGIONS)
         return csa_cuda_fail(CSA_ERROR_UNSUPPORTED, "scores: %lld regions, at most %d are supported",
                              (long long)scores.shape[1], MAX_REGIONS);
+    csa_status status = csa_cuda_check_rows(scores.shape[0], 1);
+    if (status != CSA_OK)
+        return status;
     p.scores = csa_view(scores);
     p.selected = csa_view(selected);
     p.aligned = csa_aligned(&scores);
@@ -69,32 +72,43 @@ csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_ten
 
 struct variant {
     void (*run)(select_params);
+    unsigned threads;
     size_t shared;
 };
 
-template <int QUADS, int AT_ONCE> variant make_variant()
-{
-    return {select_kernel<QUADS, AT_ONCE>, sizeof(choice_scratch<THREADS, QUADS>)};
-}
+enum { SHORT_FEW, SHORT_MANY, LONG, KERNELS };
 
-enum { SHORT, SHORT_MANY, LONG, KERNELS };
+template <int THREADS, int AT_ONCE> variant make_variant()
+{
+    return {select_kernel<THREADS, AT_ONCE>, THREADS, sizeof(choice_scratch<THREADS>)};
+}
 
 variant find_variant(int kernel)
 {
-    return kernel == SHORT        ? make_variant<FEW_QUADS, 1>()
-           : kernel == SHORT_MANY ? make_variant<FEW_QUADS, 2>()
-                                  : make_variant<MOST_QUADS, 1>();
+    return kernel == SHORT_FEW    ? make_variant<SHORT_THREADS, 1>()
+           : kernel == SHORT_MANY ? make_variant<SHORT_THREADS, 2>()
+                                  : make_variant<LONG_THREADS, 1>();
+}
+
+/* Is a row for the smaller blocks: do they hold it, or its peaks, of which the groups of all that matter fit?
+ */
+bool is_short(const select_params &p)
+{
+    return p.regions <= CSA_SHORT_ROW || (p.peaks.data && p.regions / CSA_PEAK <= CSA_SHORT_ROW &&
+                                          2 * p.width <= choice_scratch<SHORT_THREADS>::GROUPS);
 }
 
 csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
                         void *stream)
 {
-    int64_t fitting = (int64_t)CSA_SHORT_ROW * (p.peaks.data ? CSA_PEAK : 1);
-    bool few = p.regions <= fitting || context->portable; /* more take memory */
-    variant v = find_variant(!few ? LONG : rows > context->multiprocessors ? SHORT_MANY : SHORT);
+    /* Portable: larger blocks take shared memory that not all GPUs have. */
+    int kernel = !is_short(p) && !context->portable ? LONG
+                 : rows > context->multiprocessors  ? SHORT_MANY
+                                                    : SHORT_FEW;
+    variant v = find_variant(kernel);
     csa_launch l;
     l.grid = dim3((unsigned)rows);
-    l.block = dim3(THREADS);
+    l.block = dim3(v.threads);
     l.shared = v.shared;
     l.stream = stream;
     l.overlap = overlap && !context->portable;

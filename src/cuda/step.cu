@@ -44,7 +44,7 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
     attend.scale = a->scale;
     attend.stream = a->stream;
     csa_tensor peaks = {};
-    if (csa_peak_stride(chunk->shape) > 0)
+    if (csa_peak_stride(chunk->shape) > 0 && csa_peak_rows(chunk->shape, rows) == rows)
         peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
     /* Select reads the tokens before it waits: without a kernel of score, what is ahead may be writing them. */
     bool behind_score = a->rows_out || chunk->regions > a->topk;
@@ -61,5 +61,6 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
 
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args)
 {
-    return csa_run_chunks(context, plan, args, run_chunk);
+    csa_status status = csa_cuda_check_rows(args->query.shape[0], args->query.shape[1]);
+    return status == CSA_OK ? csa_run_chunks(context, plan, args, run_chunk) : status;
 }

@@ -28,16 +28,19 @@
 
 #include <stdint.h>
 
-enum { CHOICE_FEW = 32 }; /* keys that are ranked against each other */
-
 /* The best keys: those above `threshold`, and the first `share` of its equals. */
 struct best_keys {
     uint32_t threshold, share;
 };
 
-/* Shared memory of a block whose threads hold up to so many quads each. */
-template <int THREADS, int QUADS> struct choice_scratch {
-    static constexpr int VALUES = 4 * QUADS * THREADS, GROUPS = VALUES / CSA_PEAK; /* that fit the threads */
+enum {
+    CHOICE_QUADS = 4, /* of a thread */
+    CHOICE_FEW = 32   /* keys that are ranked against each other */
+};
+
+template <int THREADS> struct choice_scratch {
+    static constexpr int VALUES = 4 * CHOICE_QUADS * THREADS,
+                         GROUPS = VALUES / CSA_PEAK; /* that fit the threads */
     uint32_t bins[4 * THREADS];
     uint32_t groups[2][GROUPS]; /* listed at a level, and at the one before */
     uint32_t held[VALUES];      /* which values reach the bound, in order, or are NaN */
@@ -131,8 +134,8 @@ struct running_sum {
 
 /* The sums over the warps, of what each one's last lane has. The block meets between two that take the same
  * `buffer`. */
-template <int THREADS, int QUADS>
-static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, QUADS> &s, int buffer,
+template <int THREADS>
+static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS> &s, int buffer,
                                                         uint32_t of_last_lane)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -144,8 +147,8 @@ static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS, 
 }
 
 /* The sums over the threads before, and over the block. */
-template <int THREADS, int QUADS>
-static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS, QUADS> &s, int buffer, uint32_t own)
+template <int THREADS>
+static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS> &s, int buffer, uint32_t own)
 {
     uint32_t sum = sum_lanes(own);
     running_sum warps = sum_warps(s, buffer, sum);
@@ -161,11 +164,11 @@ struct key_range {
 
 /* Narrows a range to a bin that has the rank-th best key (from 1); `each` visits the thread's keys. Bins are
  * empty before and after. */
-template <int THREADS, int QUADS, typename Each>
-static __device__ __forceinline__ void narrow(choice_scratch<THREADS, QUADS> &s, key_range &range,
-                                              uint32_t rank, Each each)
+template <int THREADS, typename Each>
+static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_range &range, uint32_t rank,
+                                              Each each)
 {
-    constexpr int LOG = THREADS == 512 ? 11 : THREADS == 256 ? 10 : 9;
+    constexpr int LOG = THREADS == 1024 ? 12 : THREADS == 512 ? 11 : THREADS == 256 ? 10 : 9;
     static_assert(4 * THREADS == 1 << LOG, "bins");
     uint32_t low = range.low, span = range.high - range.low;
     int cut = max(0, 32 - LOG - __clz(span));
@@ -215,20 +218,20 @@ struct level {
 
 /* What a thread has of a level: values by quads, and which of the level's values the first of each is (-1:
  * nothing). Its warp has `each` of every thread, or nothing. */
-template <int QUADS> struct thread_quads {
-    float value[QUADS][4];
-    int each, at[QUADS];
+struct thread_quads {
+    float value[CHOICE_QUADS][4];
+    int each, at[CHOICE_QUADS];
 };
 
 /* Loads a thread's quads, past the end -infinity; ready() returns once they may be read. */
-template <int QUADS, typename Ready>
-static __device__ __forceinline__ void load_quads(const level &l, thread_quads<QUADS> &q, Ready ready)
+template <typename Ready>
+static __device__ __forceinline__ void load_quads(const level &l, thread_quads &q, Ready ready)
 {
     bool plain = l.values.log == 0 && l.values.aligned;
     int of_warp = (int)threadIdx.x / 32 * l.each * 32;
     q.each = of_warp < l.count ? l.each : 0;
 #pragma unroll
-    for (int i = 0; i < QUADS; i++) {
+    for (int i = 0; i < CHOICE_QUADS; i++) {
         int quad = of_warp + (int)threadIdx.x % 32 + 32 * i;
         q.at[i] = -1;
         if (i < q.each && quad < l.count)
@@ -236,14 +239,14 @@ static __device__ __forceinline__ void load_quads(const level &l, thread_quads<Q
     }
     ready();
 #pragma unroll
-    for (int i = 0; i < QUADS; i++) { /* loads do not wait for each other */
+    for (int i = 0; i < CHOICE_QUADS; i++) { /* loads do not wait for each other */
         float4 x = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
         if (plain && q.at[i] >= 0 && q.at[i] <= l.values.room - 4)
             x = *(const float4 *)(l.values.numbers + q.at[i]);
         q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
     }
 #pragma unroll
-    for (int i = 0; i < QUADS; i++) {
+    for (int i = 0; i < CHOICE_QUADS; i++) {
         if (i >= q.each)
             continue;
         if (q.at[i] >= 0 && (!plain || q.at[i] > l.values.room - 4)) {
@@ -278,16 +281,17 @@ static __device__ __forceinline__ uint32_t least_of_share(const uint32_t (&key)[
 
 /* Finds a level's bound and largest key, and the range of the rank-th best key, of a level that has no groups:
  * where there are more quads, from their largest keys alone, so that more keys reach it; else from all keys. */
-template <int THREADS, int QUADS>
-static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS, QUADS> &s, level &l,
-                                                       const thread_quads<QUADS> &q, uint32_t rank)
+template <int THREADS>
+static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS> &s, level &l,
+                                                       const thread_quads &q, uint32_t rank)
 {
-    constexpr int FEW = CSA_MAX_TOPK / THREADS; /* quads of a thread, at most, that are no more than the rank */
+    constexpr int FEW =
+        (int)CSA_MAX_TOPK / THREADS; /* quads of a thread, at most, that are no more than the rank */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = quad_share(l, rank);
     bool by_quads = (uint32_t)l.count > rank;
-    uint32_t key[QUADS][4], low = ~0U, high = 0; /* by quads: [0] alone */
+    uint32_t key[CHOICE_QUADS][4], low = ~0U, high = 0; /* by quads: [0] alone */
 #pragma unroll
-    for (int i = 0; i < QUADS; i++) {
+    for (int i = 0; i < CHOICE_QUADS; i++) {
         if (i >= q.each)
             continue;
         if (by_quads || i >= FEW) {
@@ -315,7 +319,7 @@ static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS, Q
     l.highest = range.high;
     narrow(s, range, rank, [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < QUADS; i++)
+        for (int i = 0; i < CHOICE_QUADS; i++)
             if (i < q.each) {
                 visit(key[i][0]);
                 if (i < FEW && !by_quads)
@@ -331,11 +335,11 @@ static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS, Q
 /* Brings what reaches a level's bound, and NaN, to shared memory, in order, as groups of the next level if that
  * is what they are to be (not NULL) and they fit; how many these are, and the range of the rank-th best.
  * ready() returns once the values may be read. */
-template <int THREADS, int QUADS, typename Ready>
-static __device__ __forceinline__ int hold_values(choice_scratch<THREADS, QUADS> &s, level &l, uint32_t rank,
+template <int THREADS, typename Ready>
+static __device__ __forceinline__ int hold_values(choice_scratch<THREADS> &s, level &l, uint32_t rank,
                                                   uint32_t *groups, key_range &range, Ready ready)
 {
-    thread_quads<QUADS> q;
+    thread_quads q;
     ((uint4 *)s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0)
         s.few_count = 0;
@@ -345,37 +349,33 @@ static __device__ __forceinline__ int hold_values(choice_scratch<THREADS, QUADS>
         range = find_range(s, l, q, rank);
     /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
     float bound = number_of(l.bound);
-    uint32_t counts[QUADS / 4] = {}, sums[QUADS / 4], of_warp[QUADS / 4], all = 0;
+    uint32_t counts = 0;
 #pragma unroll
-    for (int i = 0; i < QUADS; i++)
+    for (int i = 0; i < CHOICE_QUADS; i++)
         if (i < q.each && q.at[i] >= 0)
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                counts[i / 4] += (uint32_t) !(q.value[i][k] < bound) << 8 * (i % 4);
-#pragma unroll
-    for (int i = 0; i < QUADS / 4; i++) {
-        sums[i] = sum_lanes(counts[i]);
-        of_warp[i] = __shfl_sync(~0U, sums[i], 31);
-        all += (of_warp[i] & 0xFF) + (of_warp[i] >> 8 & 0xFF) + (of_warp[i] >> 16 & 0xFF) + (of_warp[i] >> 24);
-    }
-    running_sum warps = sum_warps(s, 2, all);
+                counts += (uint32_t) !(q.value[i][k] < bound) << 8 * i;
+    uint32_t sums = sum_lanes(counts), of_warp = __shfl_sync(~0U, sums, 31);
+    sums -= counts;
+    running_sum warps =
+        sum_warps(s, 2, (of_warp & 0xFF) + (of_warp >> 8 & 0xFF) + (of_warp >> 16 & 0xFF) + (of_warp >> 24));
     uint32_t before = warps.before;
     int held = (int)warps.all;
-    uint32_t *list = groups && held <= choice_scratch<THREADS, QUADS>::GROUPS ? groups : s.held;
+    uint32_t *list = groups && held <= choice_scratch<THREADS>::GROUPS ? groups : s.held;
 #pragma unroll
-    for (int i = 0; i < QUADS; i++) {
+    for (int i = 0; i < CHOICE_QUADS; i++) {
         if (i >= q.each)
             continue;
-        uint32_t own = counts[i / 4] >> 8 * (i % 4) & 0xFF,
-                 to = before + (sums[i / 4] >> 8 * (i % 4) & 0xFF) - own;
-        if (own)
+        uint32_t to = before + (sums >> 8 * i & 0xFF);
+        if (counts >> 8 * i & 0xFF)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 if (!(q.value[i][k] < bound)) {
                     s.values[to] = q.value[i][k];
                     list[to++] = (uint32_t)(q.at[i] + k);
                 }
-        before += of_warp[i / 4] >> 8 * (i % 4) & 0xFF;
+        before += of_warp >> 8 * i & 0xFF;
     }
     __syncthreads();
     if (bound == -INFINITY) { /* all are held, what stands past the end, too, as the last */
@@ -388,9 +388,9 @@ static __device__ __forceinline__ int hold_values(choice_scratch<THREADS, QUADS>
 }
 
 /* The rank-th best of the held keys, which is one of the few in the range: warps rank them in turn. */
-template <int THREADS, int QUADS>
-static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, QUADS> &s, int held,
-                                                     key_range range, uint32_t rank)
+template <int THREADS>
+static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS> &s, int held, key_range range,
+                                                     uint32_t rank)
 {
     uint32_t lane = threadIdx.x % 32, span = range.high - range.low;
 #pragma unroll 1
@@ -417,9 +417,9 @@ static __device__ __forceinline__ best_keys rank_few(choice_scratch<THREADS, QUA
 }
 
 /* Finds the rank-th best of the held keys, which is in the range. */
-template <int THREADS, int QUADS>
-static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS, QUADS> &s, int held,
-                                                      key_range range, uint32_t rank)
+template <int THREADS>
+static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s, int held, key_range range,
+                                                      uint32_t rank)
 {
 #pragma unroll 1
     for (;;) {
@@ -437,9 +437,9 @@ static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS, QU
 
 /* Writes which values the best of the held keys are, in order, to `to`, which has room for `most`; how many
  * they are. */
-template <int THREADS, int QUADS, typename To>
-static __device__ __forceinline__ int write_best(choice_scratch<THREADS, QUADS> &s, int held, best_keys best,
-                                                 To *to, uint32_t most)
+template <int THREADS, typename To>
+static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int held, best_keys best, To *to,
+                                                 uint32_t most)
 {
     int each = (held + THREADS - 1) / THREADS, first = (int)threadIdx.x * each, end = min(first + each, held);
     uint32_t better = 0, ties = 0;
@@ -470,12 +470,12 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS, QUADS> 
 
 /* Writes the `rank` best of more regions than that, in order; rank <= GROUPS if they do not fit the threads.
  */
-template <int THREADS, int QUADS, typename Ready>
-static __device__ void choose_best(choice_scratch<THREADS, QUADS> &s, const row_scores &row, uint32_t rank,
+template <int THREADS, typename Ready>
+static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores &row, uint32_t rank,
                                    int64_t *entries, Ready ready)
 {
     int shift = 0; /* scores of a key, as a power of two */
-    while ((row.count - 1) >> shift >= choice_scratch<THREADS, QUADS>::VALUES)
+    while ((row.count - 1) >> shift >= choice_scratch<THREADS>::VALUES)
         shift += CSA_PEAK_SHIFT;
     level l = {};
     l.count = (((row.count - 1) >> shift) + 4) / 4;
@@ -495,10 +495,10 @@ static __device__ void choose_best(choice_scratch<THREADS, QUADS> &s, const row_
             write_best(s, held, find_best(s, held, range, rank), entries, rank);
             return;
         }
-        if (held > choice_scratch<THREADS, QUADS>::GROUPS) {
+        if (held > choice_scratch<THREADS>::GROUPS) {
             best_keys best = find_best(s, held, range, rank);
             l.bound = best.threshold;
-            held = write_best(s, held, best, groups, choice_scratch<THREADS, QUADS>::GROUPS);
+            held = write_best(s, held, best, groups, choice_scratch<THREADS>::GROUPS);
         }
         l.count = 2 * held;
         l.groups = groups;
@@ -508,8 +508,8 @@ static __device__ void choose_best(choice_scratch<THREADS, QUADS> &s, const row_
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,
  * row.count (-1: no region at all), and the current one. ready() returns once the scores may be read and the
  * columns written. */
-template <int THREADS, int QUADS, typename Ready>
-static __device__ void choose_list(choice_scratch<THREADS, QUADS> &s, const row_scores &row, int width,
+template <int THREADS, typename Ready>
+static __device__ void choose_list(choice_scratch<THREADS> &s, const row_scores &row, int width,
                                    int64_t *entries, Ready ready)
 {
     int current = row.count;
