@@ -87,7 +87,8 @@
  *   tensors, the values at k_scale and v_scale. Extents are capacities: fill up with padding. A graph may
  *   outlive the context.
  * - A back end may ask for more alignment or regular strides and then refuses other views by name, with
- *   CSA_ERROR_UNSUPPORTED. Aligned to 16 bytes in base and strides is always enough.
+ *   CSA_ERROR_UNSUPPORTED. Aligned to 16 bytes in base and strides is always enough. In the same way 2^31 rows
+ *   or more are refused (tokens * groups, of the gate * heads) by score, select, attend, gate and whole steps.
  */
 #ifndef CSA_CSA_H
 #define CSA_CSA_H

@@ -90,8 +90,7 @@ variant find_variant(int kernel)
                                   : make_variant<LONG_THREADS, 1>();
 }
 
-/* Is a row for the smaller blocks: do they hold it, or its peaks, of which the groups of all that matter fit?
- */
+/* Do the smaller blocks hold a row, or its peaks and then the groups of all that matter? */
 bool is_short(const select_params &p)
 {
     return p.regions <= CSA_SHORT_ROW || (p.peaks.data && p.regions / CSA_PEAK <= CSA_SHORT_ROW &&

@@ -52,8 +52,8 @@ template <int THREADS> struct choice_scratch {
 };
 
 /* The scores of a row and, where somebody found them already, the largest of each CSA_PEAK; NULL: not. NaN
- * counts in a peak only where there is nothing else. Of both there is room for so many, which may be read.
- * aligned: both, to 16 bytes. */
+ * counts in a peak only where there is nothing else. So many of each may be
+ * read. aligned: both, to 16 bytes. */
 struct row_scores {
     const float *scores, *peaks;
     int count, room, peak_room;
@@ -207,13 +207,13 @@ static __device__ __forceinline__ void narrow(choice_scratch<THREADS> &s, key_ra
 
 /* ---- A level ------------------------------------------------------------------------------------ */
 
-/* A level: so many quads, `each` of a thread, of all values (groups NULL) or, by twos, of listed groups. */
+/* A level: so many quads, `each` of a thread, of all values (groups NULL) or, by twos, of listed groups. Keys
+ * that matter: as many as are wanted reach the bound (CSA_NO_KEY: it is not known yet). */
 struct level {
     level_values values;
     int all, count, each; /* values of the whole row; quads */
     const uint32_t *groups;
-    uint32_t bound,
-        highest; /* keys that matter: as many as are wanted reach the bound; CSA_NO_KEY: not known */
+    uint32_t bound, highest;
 };
 
 /* What a thread has of a level: values by quads, and which of the level's values the first of each is (-1:
@@ -253,7 +253,7 @@ static __device__ __forceinline__ void load_quads(const level &l, thread_quads &
             float4 x = largest_values(l.values, q.at[i]);
             q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
         }
-        if (q.at[i] > l.all - 4)
+        if (q.at[i] > l.all - 4) /* what was read past the end */
 #pragma unroll
             for (int k = 1; k < 4; k++)
                 q.value[i][k] = q.at[i] + k < l.all ? q.value[i][k] : -INFINITY;
@@ -267,8 +267,7 @@ static __device__ __forceinline__ int quad_share(const level &l, uint32_t rank)
     return rank <= full ? 1 : rank <= 2 * full ? 2 : rank <= 3 * full ? 3 : 4;
 }
 
-/* The share-th largest of four keys (4: the smallest but for CSA_NO_KEY), less 1, so that no key is the
- * largest.
+/* The share-th largest of four keys (4: the smallest but for CSA_NO_KEY), less 1: no key becomes the largest.
  */
 static __device__ __forceinline__ uint32_t least_of_share(const uint32_t (&key)[4], int share)
 {
@@ -285,8 +284,7 @@ template <int THREADS>
 static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS> &s, level &l,
                                                        const thread_quads &q, uint32_t rank)
 {
-    constexpr int FEW =
-        (int)CSA_MAX_TOPK / THREADS; /* quads of a thread, at most, that are no more than the rank */
+    constexpr int FEW = (int)CSA_MAX_TOPK / THREADS; /* quads of a thread, at most, if all are up to the rank */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = quad_share(l, rank);
     bool by_quads = (uint32_t)l.count > rank;
     uint32_t key[CHOICE_QUADS][4], low = ~0U, high = 0; /* by quads: [0] alone */
@@ -468,8 +466,7 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
 
 /* ---- The whole ---------------------------------------------------------------------------------- */
 
-/* Writes the `rank` best of more regions than that, in order; rank <= GROUPS if they do not fit the threads.
- */
+/* Writes the `rank` best of more regions than that, in order; rank <= GROUPS if they do not fit the threads. */
 template <int THREADS, typename Ready>
 static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores &row, uint32_t rank,
                                    int64_t *entries, Ready ready)
