@@ -155,9 +155,9 @@ static void chunks_cover_the_tokens(void **state)
         more = s;
         more.tokens += random_between(&r, 0, 1000);
         CHECK(s.cuda || csa_chunk_tokens(&more) >= chunk);
-        bool waves =
-            s.cuda && chunk * s.groups > CSA_WAVE_ROWS - s.groups; /* whole ones, but for a token's rows */
-        if (chunk < s.tokens)                                      /* more would not fit */
+        /* More would not fit: a token, or a wave (less a token's rows, where groups are no power of two). */
+        bool waves = s.cuda && chunk * s.groups > CSA_WAVE_ROWS - s.groups;
+        if (chunk < s.tokens)
             CHECK(chunk_bytes(s, chunk + (waves ? CSA_WAVE_ROWS / s.groups + 1 : 1)) > s.limit);
         if (chunk > 1)
             CHECK(chunk_bytes(s, chunk) <= s.limit);

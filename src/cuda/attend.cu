@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(32 * WARPS, SHARE == ROW ? 4 : at_once<FP8, WA
     auto copy = [&](int half, const uint32_t *entries) {
         copy_half<FP8, WARPS>(p, s.half[half], s.arrived[half], entries, at.group, half);
     };
-    const bool cleared =
-        SHARE == SHORT && p.mapped && end == at.units; /* where the row's last unit lacks regions */
+    /* The row's last unit may lack regions: what is not copied is cleared while there is time. */
+    const bool cleared = SHARE == SHORT && p.mapped && end == at.units;
     if (cleared)
         clear_values<FP8, WARPS>(s.half[VALUES]);
     wait_for_kernel_ahead();

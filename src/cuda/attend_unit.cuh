@@ -230,7 +230,7 @@ __device__ __noinline__ void clear_unseen_values(unsigned char *values, const ui
     __syncthreads();
 }
 
-/* The same in two parts, where there is time before values arrive: all, */
+/* The same in two parts, where there is time before values are copied: all, */
 template <bool FP8, int WARPS> __device__ __forceinline__ void clear_values(unsigned char *values)
 {
 #pragma unroll
@@ -239,7 +239,7 @@ template <bool FP8, int WARPS> __device__ __forceinline__ void clear_values(unsi
     order_before_copies();
 }
 
-/* and then what arrived with regions of which only some tokens are seen. */
+/* and once they have arrived, those of tokens that are not seen of regions that are. */
 template <bool FP8, int WARPS>
 __device__ __noinline__ void clear_arrived_values(unsigned char *values, const uint32_t *entries)
 {

@@ -24,7 +24,7 @@ csa_status csa_cuda_check(cudaError_t error, const char *what)
 
 csa_status csa_cuda_check_rows(int64_t tokens, int64_t of_token)
 {
-    if (tokens <= INT32_MAX && tokens * of_token <= INT32_MAX)
+    if (tokens == 0 || of_token <= INT32_MAX / tokens)
         return CSA_OK;
     return csa_cuda_fail(
         CSA_ERROR_UNSUPPORTED,
