@@ -19,10 +19,11 @@ namespace
 
 using random_source = std::mt19937;
 
-enum { SORTS = 8 };
+enum { SORTS = 11 };
 
 /* Scores of usual and of wild magnitudes, a product's with signed weights, few values, one, much NaN,
- * infinities, a large and a small one beside each other. */
+ * infinities, a large and a small one beside each other, -infinity alone, numbers only at the start, neighbours
+ * alike. */
 std::vector<float> draw_scores(random_source &r, int count, int sort)
 {
     std::normal_distribution<float> normal;
@@ -58,6 +59,15 @@ std::vector<float> draw_scores(random_source &r, int count, int sort)
                 x -= 50;
             else
                 x = (i % 64 == 31 ? 100.0F : 2.0F) + (i < 128 ? 0.0F : 1e-4F * (float)i);
+            break;
+        case 8:
+            x = -INFINITY;
+            break;
+        case 9:
+            x = i < 600 ? x : -INFINITY;
+            break;
+        case 10:
+            x = 3 * sinf((float)i / 40) + 0.01F * x;
             break;
         default:
             break;
