@@ -108,14 +108,6 @@ static inline uint32_t __shfl_up_sync(uint32_t, uint32_t own, int step)
     int lane = (int)(threadIdx.x % 32);
     return of_warp(own)[lane >= step ? lane - step : lane];
 }
-static inline float __shfl_xor_sync(uint32_t, float own, int lanes)
-{
-    uint32_t bits;
-    memcpy(&bits, &own, sizeof bits);
-    bits = of_warp(bits)[threadIdx.x % 32 ^ (uint32_t)lanes];
-    memcpy(&own, &bits, sizeof own);
-    return own;
-}
 static inline uint32_t __ballot_sync(uint32_t, bool own)
 {
     uint32_t bits = 0;

@@ -109,23 +109,36 @@ std::vector<int64_t> expect(const std::vector<float> &scores, int width)
     return columns;
 }
 
-/* One row by a block of THREADS; scratch and columns start as garbage. */
+/* Fills numbers up to a multiple of 4, as rows of a step are, with what must not count. */
+int make_room(std::vector<float> &numbers)
+{
+    const float garbage[] = {INFINITY, 1e30F, NAN};
+    for (int i = 0; numbers.size() % 4; i++)
+        numbers.push_back(garbage[i]);
+    return (int)numbers.size();
+}
+
+/* One row by a block of THREADS; scratch and columns start as garbage, and so does what is behind the scores.
+ */
 template <int THREADS>
 bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
 {
     std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores), shifted(1);
     shifted.insert(shifted.end(), scores.begin(), scores.end());
     bool shift = r() % 4 == 0; /* scores that are not aligned */
+    std::vector<int64_t> columns((size_t)width + 1, -77), expected = expect(scores, width);
+    bool alone = r() % 2; /* nothing past the end may be read */
+    int room = alone ? count : make_room(shift ? shifted : scores) - shift;
+    int peak_room = alone ? (int)peaks.size() : make_room(peaks);
     const float *values = shift ? shifted.data() + 1 : scores.data();
-    std::vector<int64_t> columns((size_t)width + 1, -77);
     auto scratch = std::make_unique<choice_scratch<THREADS>>();
     memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
     bool aligned = (uintptr_t)values % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
-    row_scores row = {values, with_peaks ? peaks.data() : nullptr, count, count, (int)peaks.size(), aligned};
+    row_scores row = {values, with_peaks ? peaks.data() : nullptr, count, room, peak_room, aligned};
     choice_scratch<THREADS> &s = *scratch;
     int64_t *to = columns.data();
     run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
-    if (columns == expect(scores, width))
+    if (columns == expected)
         return true;
     printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads, %s\n", count, width, sort,
            with_peaks ? "with" : "without", THREADS, shift ? "not aligned" : "aligned");

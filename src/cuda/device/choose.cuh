@@ -52,8 +52,8 @@ template <int THREADS> struct choice_scratch {
 };
 
 /* The scores of a row and, where somebody found them already, the largest of each CSA_PEAK; NULL: not. NaN
- * counts in a peak only where there is nothing else. So many of each may be
- * read. aligned: both, to 16 bytes. */
+ * counts in a peak only where there is nothing else. room: so many of each may be read. aligned: both, to 16
+ * bytes. */
 struct row_scores {
     const float *scores, *peaks;
     int count, room, peak_room;
@@ -101,14 +101,14 @@ static __device__ __forceinline__ float largest_value(const level_values &v, int
     return most;
 }
 
-/* Four neighbours, however they are stored. Out of line: where score left peaks, only very long rows need it.
+/* Four neighbours, however they are stored. Out of line: where score left peaks, only the longest rows need it.
  */
 static __device__ __noinline__ float4 largest_values(level_values v, int first)
 {
     float most[4];
     int64_t at = (int64_t)first << v.log;
     if (v.aligned && v.log == CSA_PEAK_SHIFT && at + 4 * CSA_PEAK <= v.count) {
-        float4 x[4 * CSA_PEAK / 4];
+        float4 x[CSA_PEAK]; /* of four values */
 #pragma unroll
         for (int i = 0; i < CSA_PEAK; i++) /* all under way at once */
             x[i] = ((const float4 *)(v.numbers + at))[i];
@@ -267,8 +267,7 @@ static __device__ __forceinline__ int quad_share(const level &l, uint32_t rank)
     return rank <= full ? 1 : rank <= 2 * full ? 2 : rank <= 3 * full ? 3 : 4;
 }
 
-/* The share-th largest of four keys (4: the smallest but for CSA_NO_KEY), less 1: no key becomes the largest.
- */
+/* The share-th largest of four keys (4: the smallest but CSA_NO_KEY), less 1: no key becomes the largest. */
 static __device__ __forceinline__ uint32_t least_of_share(const uint32_t (&key)[4], int share)
 {
     uint32_t a = max(key[0], key[1]), b = max(key[2], key[3]), c = min(key[0], key[1]), d = min(key[2], key[3]);
