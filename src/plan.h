@@ -43,7 +43,8 @@ enum {
     CSA_PEAK_ROWS = 256
 };
 
-/* On cuda, rows that attention works on at a time; chunks that have more have a multiple of it. */
+/* On cuda, rows that attention works on at a time; chunks that have more have a multiple of it, less what is
+ * not a whole token's. */
 enum { CSA_WAVE_ROWS = 512 };
 
 /* Floats from one row of peaks to the next; 0: none. */

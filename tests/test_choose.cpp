@@ -19,11 +19,11 @@ namespace
 
 using random_source = std::mt19937;
 
-enum { SORTS = 11 };
+enum { SORTS = 12 };
 
 /* Scores of usual and of wild magnitudes, a product's with signed weights, few values, one, much NaN,
  * infinities, a large and a small one beside each other, -infinity alone, numbers only at the start, neighbours
- * alike. */
+ * alike, the best ones last. */
 std::vector<float> draw_scores(random_source &r, int count, int sort)
 {
     std::normal_distribution<float> normal;
@@ -69,6 +69,9 @@ std::vector<float> draw_scores(random_source &r, int count, int sort)
         case 10:
             x = 3 * sinf((float)i / 40) + 0.01F * x;
             break;
+        case 11:
+            x = 0.01F * (float)i + x;
+            break;
         default:
             break;
         }
@@ -109,12 +112,17 @@ std::vector<int64_t> expect(const std::vector<float> &scores, int width)
     return columns;
 }
 
-/* Fills numbers up to a multiple of 4, as rows of a step are, with what must not count. */
-int make_room(std::vector<float> &numbers)
+/* Appends what must not count, as scratch has it: what longer rows left, which is like a row's last numbers. Up
+ * to a multiple of 4, as rows of a step are, and some more; how many numbers there are then. */
+int make_room(random_source &r, std::vector<float> &numbers)
 {
     const float garbage[] = {INFINITY, 1e30F, NAN};
-    for (int i = 0; numbers.size() % 4; i++)
-        numbers.push_back(garbage[i]);
+    size_t last = min(numbers.size(), (size_t)256), more = r() % 3 * 12;
+    std::vector<float> like(numbers.end() - (int)last, numbers.end());
+    while (numbers.size() % 4 || more > 0) {
+        numbers.push_back(r() % 4 ? like[r() % last] : garbage[r() % 3]);
+        more -= more > 0;
+    }
     return (int)numbers.size();
 }
 
@@ -128,8 +136,8 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
     bool shift = r() % 4 == 0; /* scores that are not aligned */
     std::vector<int64_t> columns((size_t)width + 1, -77), expected = expect(scores, width);
     bool alone = r() % 2; /* nothing past the end may be read */
-    int room = alone ? count : make_room(shift ? shifted : scores) - shift;
-    int peak_room = alone ? (int)peaks.size() : make_room(peaks);
+    int room = alone ? count : make_room(r, shift ? shifted : scores) - shift;
+    int peak_room = alone ? (int)peaks.size() : make_room(r, peaks);
     const float *values = shift ? shifted.data() + 1 : scores.data();
     auto scratch = std::make_unique<choice_scratch<THREADS>>();
     memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
@@ -165,6 +173,9 @@ int main()
     for (int count : counts)
         for (int i = 0; i < (quick ? 2 : 6); i++, done++)
             wrong += !(i % 3 == 2 ? draw_row<256>(r, count) : draw_row<128>(r, count));
+    for (int i = 0; i < 40; i++, done++) /* whose last group is chosen, and ends early */
+        wrong +=
+            !choose_like_a_sort<128>(r, 2049 + i % 4 + 2056 * (i / 8), 1 + (int)(r() % 128), 11, i / 4 % 2);
     for (int i = 0; i < 2; i++, done++)
         wrong += i == 0 ? !choose_like_a_sort<1024>(r, 300000, 1024, 7, true)
                         : !choose_like_a_sort<512>(r, 300000, 512, 7, false);

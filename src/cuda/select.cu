@@ -93,7 +93,7 @@ variant find_variant(int kernel)
 /* Do the smaller blocks hold a row, or its peaks and then the groups of all that matter? */
 bool is_short(const select_params &p)
 {
-    return p.regions <= CSA_SHORT_ROW || (p.peaks.data && p.regions / CSA_PEAK <= CSA_SHORT_ROW &&
+    return p.regions <= CSA_SHORT_ROW || (p.peaks.data && (p.regions - 1) / CSA_PEAK < CSA_SHORT_ROW &&
                                           2 * p.width <= choice_scratch<SHORT_THREADS>::GROUPS);
 }
 

@@ -253,9 +253,9 @@ static __device__ __forceinline__ void load_quads(const level &l, thread_quads &
             float4 x = largest_values(l.values, q.at[i]);
             q.value[i][0] = x.x, q.value[i][1] = x.y, q.value[i][2] = x.z, q.value[i][3] = x.w;
         }
-        if (q.at[i] > l.all - 4) /* what was read past the end */
+        if (q.at[i] > l.all - 4) /* what was read past the end: of a listed group a whole quad may be */
 #pragma unroll
-            for (int k = 1; k < 4; k++)
+            for (int k = 0; k < 4; k++)
                 q.value[i][k] = q.at[i] + k < l.all ? q.value[i][k] : -INFINITY;
     }
 }
