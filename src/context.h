@@ -20,7 +20,8 @@ struct csa_context {
     const struct csa_cuda_module *cuda; /* NULL: a host back end */
     int32_t device;                     /* of cuda */
     int32_t multiprocessors;
-    bool portable; /* cuda: only what every supported architecture has */
+    bool portable;        /* cuda: only what every supported architecture has */
+    int32_t most_cluster; /* cuda: blocks of a cluster, 0 where there are none */
 };
 
 /* Memory of a context that one call at a time may use, to cut work finer; a call that does not get it does the

@@ -293,36 +293,37 @@ static void *to_new_memory(const void *from, size_t bytes)
     return memory;
 }
 
-static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, int sort)
+enum { MOST_ROWS = 12 };
+
+static void expect_selection(csa_context *ref, int rows, int64_t regions, int64_t topk, int sort)
 {
-    enum { ROWS = 3 };
     test_random r = random_of((uint64_t)(regions * 8 + sort), (uint64_t)topk);
-    size_t score_bytes = (size_t)(ROWS * regions) * sizeof(float),
-           bytes = (size_t)(ROWS * (topk + 1)) * sizeof(int64_t);
+    size_t score_bytes = (size_t)(rows * regions) * sizeof(float),
+           bytes = (size_t)(rows * (topk + 1)) * sizeof(int64_t);
     float *scores = malloc(score_bytes);
-    int64_t *expected = malloc(bytes), *got = malloc(bytes), current[ROWS];
-    for (int64_t i = 0; i < ROWS * regions; i++)
+    int64_t *expected = malloc(bytes), *got = malloc(bytes), current[MOST_ROWS];
+    for (int64_t i = 0; i < rows * regions; i++)
         scores[i] = draw_score(&r, sort, i % regions);
-    for (int row = 0; row < ROWS; row++)
-        current[row] = row == 0 ? regions - 1 : random_between(&r, topk, regions - 1);
+    for (int row = 0; row < rows; row++) /* the second has no more than it may select */
+        current[row] = row == 0 ? regions - 1 : random_between(&r, topk, row == 1 ? topk : regions - 1);
     csa_select_args args = {
         .size = sizeof args,
-        .scores = csa_tensor_2d(scores, CSA_F32, ROWS, regions),
-        .current = csa_tensor_1d(current, CSA_I64, ROWS),
-        .selected = csa_tensor_2d(expected, CSA_I64, ROWS, topk + 1),
+        .scores = csa_tensor_2d(scores, CSA_F32, rows, regions),
+        .current = csa_tensor_1d(current, CSA_I64, rows),
+        .selected = csa_tensor_2d(expected, CSA_I64, rows, topk + 1),
         .topk = topk,
     };
     CHECK_OK(csa_select(ref, &args));
     args.scores.data = to_new_memory(scores, score_bytes);
-    args.current.data = to_new_memory(current, sizeof current);
+    args.current.data = to_new_memory(current, (size_t)rows * sizeof *current);
     args.selected.data = allocate(bytes);
     args.stream = stream;
     CHECK_OK(csa_select(context, &args));
     CHECK_CUDA(cudaDeviceSynchronize());
     CHECK_CUDA(cudaMemcpy(got, args.selected.data, bytes, cudaMemcpyDeviceToHost));
-    for (int64_t i = 0; i < ROWS * (topk + 1); i++)
-        CHECKF(got[i] == expected[i], "%d regions, topk %d, sort %d: entry %d is %d, expected %d", (int)regions,
-               (int)topk, sort, (int)i, (int)got[i], (int)expected[i]);
+    for (int64_t i = 0; i < rows * (topk + 1); i++)
+        CHECKF(got[i] == expected[i], "%d rows of %d regions, topk %d, sort %d: entry %d is %d, expected %d",
+               rows, (int)regions, (int)topk, sort, (int)i, (int)got[i], (int)expected[i]);
     CHECK_CUDA(cudaFree(args.scores.data));
     CHECK_CUDA(cudaFree(args.current.data));
     CHECK_CUDA(cudaFree(args.selected.data));
@@ -331,19 +332,23 @@ static void expect_selection(csa_context *ref, int64_t regions, int64_t topk, in
     free(got);
 }
 
-/* Past 8192 regions blocks are larger; past 16,384 peaks are searched first, past 131,072 peaks of peaks. */
+/* Past 8192 regions blocks are larger; from 16,384 on few rows have clusters of 8, past 65,536 of 16, where
+ * more rows have some, too; past 131,072 peaks are searched first, and peaks of peaks. */
 void long_rows_are_selected(void **state)
 {
     (void)state;
-    const int64_t lengths[] = {8193, 40001, 150000, 300000};
+    const struct {
+        int rows, regions;
+    } shapes[] = {{3, 8193},   {3, 16385},  {6, 70001},  {12, 65536},
+                  {3, 131073}, {12, 40001}, {3, 150000}, {3, 300000}};
     csa_context *ref = test_context((csa_context_options){.backend = CSA_BACKEND_REF});
-    for (int i = 0; i < (test_quick() ? 1 : 4); i++)
+    for (int i = 0; i < (test_quick() ? 3 : 8); i++)
         for (int sort = 0; sort < SCORE_SORTS; sort += test_quick() ? 4 : 1) {
-            expect_selection(ref, lengths[i], 512, sort);
+            expect_selection(ref, shapes[i].rows, shapes[i].regions, 512, sort);
             if (test_quick())
                 continue;
-            expect_selection(ref, lengths[i], 1, sort);
-            expect_selection(ref, lengths[i], 1024, sort);
+            expect_selection(ref, shapes[i].rows, shapes[i].regions, 1, sort);
+            expect_selection(ref, shapes[i].rows, shapes[i].regions, 1024, sort);
         }
     csa_context_destroy(ref);
 }
@@ -368,16 +373,19 @@ static void expect_steps_like_stages(world_shape shape)
     end_twin(&t);
 }
 
-/* In a step, score finds peaks: of more than 8192 regions where rows are few, of more than 16,384 always; past
- * 65,536 blocks are larger. */
+/* In a step, score finds peaks, unless rows have clusters (see above): of more than 8192 regions where rows are
+ * few, of more than 16,384 always; past 65,536 blocks are larger. */
 void long_steps_select_like_stages(void **state)
 {
     (void)state;
     skip_if_quick();
     world_shape shape = {.requests = 2, .query_len = 2, .topk = 512, .block_size = 128, .kv_dtype = CSA_E4M3};
-    const int lengths[] = {72000, 140000, 540000};
-    for (int i = 0; i < 3; i++) {
-        shape.exact_length = lengths[i];
+    const struct {
+        int length, drafts;
+    } steps[] = {{72000, 2}, {140000, 2}, {140000, 8}, {540000, 2}, {540000, 3}, {540000, 5}};
+    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+        shape.exact_length = steps[i].length;
+        shape.query_len = steps[i].drafts;
         expect_steps_like_stages(shape);
         shape.requests = 1;
     }

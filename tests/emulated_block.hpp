@@ -1,10 +1,12 @@
 /*
- * A block of a kernel on the host: a thread for each of its threads, barriers for __syncthreads and for what
- * warps do together. Enough of CUDA C++ for kernels' code that is logic, not speed: include it before such a
- * header. SPDX-License-Identifier: Apache-2.0
+ * A block of a kernel, or a cluster of them, on the host: a thread for each of its threads, barriers for
+ * __syncthreads and for what warps do together. Enough of CUDA C++ for kernels' code that is logic, not speed:
+ * include it before such a header. It takes the place of device/instructions.cuh, too, as far as clusters go.
+ * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef CSA_EMULATED_BLOCK_HPP
 #define CSA_EMULATED_BLOCK_HPP
+#define CSA_CUDA_INSTRUCTIONS_CUH
 
 #include <algorithm>
 #include <array>
@@ -13,6 +15,8 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -56,25 +60,44 @@ struct emulated_warp {
 struct emulated_block {
     std::barrier<> meeting;
     std::deque<emulated_warp> warps;
+    void *shared; /* its shared memory */
 
-    explicit emulated_block(int threads) : meeting(threads), warps((size_t)threads / 32)
+    emulated_block(int threads, void *memory) : meeting(threads), warps((size_t)threads / 32), shared(memory)
     {
     }
 };
-static emulated_block *the_block;
+struct emulated_cluster {
+    std::deque<emulated_block> blocks;
+    std::barrier<> meeting;
+    std::mutex mutex; /* of its barriers in shared memory */
 
-/* Runs body() in each of a block's threads. */
-template <typename Body> static void run_block(int threads, uint32_t seed, Body body)
+    explicit emulated_cluster(int threads) : meeting(threads)
+    {
+    }
+};
+static thread_local emulated_block *the_block;
+static thread_local uint32_t the_block_rank;
+static thread_local std::optional<std::barrier<>::arrival_token> the_arrival;
+static emulated_cluster *the_cluster;
+
+/* Runs body(shared memory) in each thread of a cluster, a block for each element of `shared`. */
+template <typename Shared, typename Body>
+static void run_cluster(std::vector<Shared> &shared, int threads, uint32_t seed, Body body)
 {
-    emulated_block block(threads);
+    emulated_cluster cluster((int)shared.size() * threads);
     std::vector<std::thread> all;
-    the_block = &block;
-    for (int i = 0; i < threads; i++)
-        all.emplace_back([=] {
-            threadIdx.x = (uint32_t)i;
-            emulated_moods.seed(seed * 8191 + (uint32_t)i + 1);
-            body();
-        });
+    the_cluster = &cluster;
+    for (Shared &memory : shared)
+        cluster.blocks.emplace_back(threads, &memory);
+    for (uint32_t block = 0; block < shared.size(); block++)
+        for (int i = 0; i < threads; i++)
+            all.emplace_back([=, &shared] {
+                the_block = &the_cluster->blocks[block];
+                the_block_rank = block;
+                threadIdx.x = (uint32_t)i;
+                emulated_moods.seed(seed * 8191 + block * 131 + (uint32_t)i + 1);
+                body(shared[block]);
+            });
     for (std::thread &t : all)
         t.join();
 }
@@ -108,6 +131,10 @@ static inline uint32_t __shfl_up_sync(uint32_t, uint32_t own, int step)
     int lane = (int)(threadIdx.x % 32);
     return of_warp(own)[lane >= step ? lane - step : lane];
 }
+static inline uint32_t __shfl_xor_sync(uint32_t, uint32_t own, int mask)
+{
+    return of_warp(own)[(threadIdx.x ^ (uint32_t)mask) % 32];
+}
 static inline uint32_t __ballot_sync(uint32_t, bool own)
 {
     uint32_t bits = 0;
@@ -138,6 +165,76 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 
+/* ---- Clusters ----------------------------------------------------------------------------------- */
+
+static inline uint32_t cluster_blocks()
+{
+    return (uint32_t)the_cluster->blocks.size();
+}
+static inline uint32_t block_in_cluster()
+{
+    return the_block_rank;
+}
+static inline void cluster_arrive()
+{
+    the_arrival = the_cluster->meeting.arrive();
+}
+static inline void cluster_wait()
+{
+    the_cluster->meeting.wait(std::move(*the_arrival));
+    the_arrival.reset();
+}
+
+/* What a barrier's 64 bits are here. */
+struct emulated_barrier {
+    int32_t bytes;               /* announced, not there yet */
+    uint16_t arrivals, finished; /* still to come, one each time; phases */
+};
+
+template <typename Change> static emulated_barrier change_barrier(uint64_t *barrier, Change change)
+{
+    std::lock_guard guard(the_cluster->mutex);
+    emulated_barrier b;
+    memcpy(&b, barrier, sizeof b);
+    change(b);
+    if (b.arrivals == 0 && b.bytes == 0)
+        b = {0, 1, (uint16_t)(b.finished + 1)};
+    memcpy(barrier, &b, sizeof b);
+    return b;
+}
+static inline void barrier_init(uint64_t *barrier, uint32_t arrivals)
+{
+    change_barrier(barrier, [&](emulated_barrier &b) { b = {0, (uint16_t)arrivals, 0}; });
+}
+static inline void barriers_publish()
+{
+}
+static inline void barrier_expect(uint64_t *barrier, uint32_t bytes)
+{
+    change_barrier(barrier, [&](emulated_barrier &b) {
+        b.bytes += (int32_t)bytes;
+        b.arrivals--;
+    });
+}
+static inline void barrier_wait(uint64_t *barrier, uint32_t phase)
+{
+    while (change_barrier(barrier, [](emulated_barrier &) {}).finished % 2 == phase)
+        std::this_thread::yield();
+}
+
+/* Where another block has what this one has at `own`. */
+template <typename T> static T *address_in(T *own, uint32_t rank)
+{
+    return (T *)((char *)the_cluster->blocks[rank].shared + ((char *)own - (char *)the_block->shared));
+}
+template <typename T> static void tell_block(T *own, uint64_t *barrier, uint32_t rank, T value)
+{
+    if (emulated_moods() % 8 == 0)
+        std::this_thread::yield();
+    *address_in(own, rank) = value;
+    change_barrier(address_in(barrier, rank), [](emulated_barrier &b) { b.bytes -= (int32_t)sizeof(T); });
+}
+
 /* ---- What a thread does alone ------------------------------------------------------------------- */
 
 static inline int __clz(uint32_t x)
@@ -151,6 +248,11 @@ static inline int __ffs(int x)
 static inline int __popc(uint32_t x)
 {
     return __builtin_popcount(x);
+}
+/* The smaller of each half. */
+static inline uint32_t __vminu2(uint32_t a, uint32_t b)
+{
+    return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16;
 }
 static inline uint32_t __float_as_uint(float x)
 {

@@ -7,11 +7,10 @@
  */
 #include "emulated_block.hpp"
 
-#include "cuda/device/choose.cuh"
+#include "cuda/device/choose_cluster.cuh"
 
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <numeric>
 
 namespace
@@ -126,10 +125,23 @@ int make_room(random_source &r, std::vector<float> &numbers)
     return (int)numbers.size();
 }
 
-/* One row by a block of THREADS; scratch and columns start as garbage, and so does what is behind the scores.
- */
 template <int THREADS>
-bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks)
+void choose(choice_scratch<THREADS> &s, const row_scores &row, int width, int64_t *columns)
+{
+    choose_list(s, row, width, columns, [] {});
+}
+
+template <int THREADS>
+void choose(cluster_scratch<THREADS> &s, const row_scores &row, int width, int64_t *columns)
+{
+    open_cluster(s);
+    choose_list_in_cluster(s, row, width, columns, [] {});
+}
+
+/* One row by so many blocks of THREADS; scratch and columns start as garbage, and so does what is behind the
+ * scores. */
+template <int THREADS, typename Scratch = choice_scratch<THREADS>>
+bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool with_peaks, size_t blocks = 1)
 {
     std::vector<float> scores = draw_scores(r, count, sort), peaks = find_peaks(scores), shifted(1);
     shifted.insert(shifted.end(), scores.begin(), scores.end());
@@ -139,17 +151,16 @@ bool choose_like_a_sort(random_source &r, int count, int width, int sort, bool w
     int room = alone ? count : make_room(r, shift ? shifted : scores) - shift;
     int peak_room = alone ? (int)peaks.size() : make_room(r, peaks);
     const float *values = shift ? shifted.data() + 1 : scores.data();
-    auto scratch = std::make_unique<choice_scratch<THREADS>>();
-    memset(static_cast<void *>(scratch.get()), 0xA5, sizeof *scratch);
     bool aligned = (uintptr_t)values % 16 == 0 && (uintptr_t)peaks.data() % 16 == 0;
     row_scores row = {values, with_peaks ? peaks.data() : nullptr, count, room, peak_room, aligned};
-    choice_scratch<THREADS> &s = *scratch;
+    std::vector<Scratch> scratch(blocks);
+    memset(static_cast<void *>(scratch.data()), 0xA5, blocks * sizeof(Scratch));
     int64_t *to = columns.data();
-    run_block(THREADS, (uint32_t)r(), [&s, row, width, to] { choose_list(s, row, width, to, [] {}); });
+    run_cluster(scratch, THREADS, (uint32_t)r(), [=](Scratch &s) { choose(s, row, width, to); });
     if (columns == expected)
         return true;
-    printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads, %s\n", count, width, sort,
-           with_peaks ? "with" : "without", THREADS, shift ? "not aligned" : "aligned");
+    printf("wrong: %d regions, width %d, sort %d, %s peaks, %d threads, %d blocks, %s\n", count, width, sort,
+           with_peaks ? "with" : "without", THREADS, (int)blocks, shift ? "not aligned" : "aligned");
     return false;
 }
 
@@ -160,6 +171,19 @@ template <int THREADS> bool draw_row(random_source &r, int count)
     const int widths[] = {1, THREADS / 2 + 3, THREADS, fits ? 1024 : choice_scratch<THREADS>::GROUPS};
     int width = widths[r() % 4], sort = (int)(r() % SORTS);
     return choose_like_a_sort<THREADS>(r, count, width, sort, r() % 2);
+}
+
+bool choose_in_cluster(random_source &r, int blocks, int count, int width, int sort)
+{
+    return choose_like_a_sort<128, cluster_scratch<128>>(r, count, width, sort, false, (size_t)blocks);
+}
+
+/* A row that a cluster holds, its last slices short or empty, too. */
+bool draw_row_of_cluster(random_source &r, int sort)
+{
+    int blocks = 2 + (int)(r() % 4), most = blocks * choice_scratch<128>::VALUES;
+    const int counts[] = {5, 60, 1030, most / 2 + 1, most - 37, most}, widths[] = {1, 50, 512, 1024};
+    return choose_in_cluster(r, blocks, counts[r() % 6], widths[r() % 4], sort);
 }
 
 } // namespace
@@ -176,6 +200,10 @@ int main()
     for (int i = 0; i < 40; i++, done++) /* whose last group is chosen, and ends early */
         wrong +=
             !choose_like_a_sort<128>(r, 2049 + i % 4 + 2056 * (i / 8), 1 + (int)(r() % 128), 11, i / 4 % 2);
+    for (int i = 0; i < (quick ? 1 : 5) * SORTS; i++, done++)
+        wrong += !draw_row_of_cluster(r, i % SORTS);
+    for (int sort = 0; sort < SORTS; sort++, done++) /* slices full, more wanted than are numbers in sort 5 */
+        wrong += !choose_in_cluster(r, 4, 8192 - sort, 400, sort);
     for (int i = 0; i < 2; i++, done++)
         wrong += i == 0 ? !choose_like_a_sort<1024>(r, 300000, 1024, 7, true)
                         : !choose_like_a_sort<512>(r, 300000, 512, 7, false);

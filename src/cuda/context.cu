@@ -184,7 +184,10 @@ static csa_status open_context(csa_context *context, int32_t device, const char 
     context->portable = strcmp(tier ? tier : best, "portable") == 0;
     context->tier = context->portable ? "portable" : "sm90";
     csa_on_device guard(context);
-    return load_all();
+    status = load_all();
+    if (status == CSA_OK && !context->portable)
+        context->most_cluster = csa_cuda_most_cluster();
+    return status;
 }
 
 static csa_status warm_up(const csa_context *context, void *workspace, size_t bytes)

@@ -1,10 +1,9 @@
 /*
- * Section 5: the best regions of a row, a block each (device/choose.cuh). In a step the scores come with their
- * peaks, and what is current follows from the tokens; alone, a block finds the peaks by itself.
- * SPDX-License-Identifier: Apache-2.0
+ * Section 5: the best regions of a row, by a block (device/choose.cuh) or, where rows are long and few, by a
+ * cluster of them (device/choose_cluster.cuh). In a step the scores come with their peaks, and what is current
+ * follows from the tokens; alone, a block finds the peaks by itself. SPDX-License-Identifier: Apache-2.0
  */
-#include "device/choose.cuh"
-#include "device/instructions.cuh"
+#include "device/choose_cluster.cuh"
 #include "device/views.cuh"
 #include "launch.h"
 #include "stages.h"
@@ -31,26 +30,43 @@ struct select_params {
     int width;                    /* most historical regions of a row */
 };
 
+__device__ row_scores find_row(const select_params &p, uint32_t row)
+{
+    int64_t region;
+    if (p.from_tokens)
+        region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
+    else
+        region = *(const int64_t *)p.current.at(row);
+    return {(const float *)p.scores.at(row),
+            p.peaks ? (const float *)p.peaks.at(row) : nullptr,
+            (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1),
+            p.room,
+            p.peak_room,
+            p.aligned};
+}
+
 /* AT_ONCE: blocks of a multiprocessor; one has more registers, and is faster where there is no second. */
 template <int THREADS, int AT_ONCE>
 __global__ void __launch_bounds__(THREADS, AT_ONCE) select_kernel(const __grid_constant__ select_params p)
 {
     extern __shared__ __align__(16) unsigned char shared[];
-    uint32_t row = blockIdx.x;
-    int64_t region;
     start_kernel_behind();
-    if (p.from_tokens)
-        region = max(p.tokens.place(p.first + quotient(row, p.groups)).position, (int64_t)0) / CSA_REGION;
-    else
-        region = *(const int64_t *)p.current.at(row);
-    row_scores scores = {(const float *)p.scores.at(row),
-                         p.peaks ? (const float *)p.peaks.at(row) : nullptr,
-                         (int)max(min(region, (int64_t)p.regions - 1), (int64_t)-1),
-                         p.room,
-                         p.peak_room,
-                         p.aligned};
-    choose_list(*(choice_scratch<THREADS> *)shared, scores, p.width, (int64_t *)p.selected.at(row),
-                [] { wait_for_kernel_ahead(); });
+    choose_list(*(choice_scratch<THREADS> *)shared, find_row(p, blockIdx.x), p.width,
+                (int64_t *)p.selected.at(blockIdx.x), [] { wait_for_kernel_ahead(); });
+}
+
+/* A cluster a row. */
+template <int AT_ONCE>
+__global__ void __launch_bounds__(SHORT_THREADS, AT_ONCE)
+    select_by_clusters(const __grid_constant__ select_params p)
+{
+    extern __shared__ __align__(16) unsigned char shared[];
+    cluster_scratch<SHORT_THREADS> &s = *(cluster_scratch<SHORT_THREADS> *)shared;
+    uint32_t row = blockIdx.x / cluster_blocks();
+    start_kernel_behind();
+    open_cluster(s);
+    choose_list_in_cluster(s, find_row(p, row), p.width, (int64_t *)p.selected.at(row),
+                           [] { wait_for_kernel_ahead(); });
 }
 
 csa_status fill_params(select_params &p, const csa_tensor &scores, const csa_tensor &selected)
@@ -76,18 +92,32 @@ struct variant {
     size_t shared;
 };
 
-enum { SHORT_FEW, SHORT_MANY, LONG, KERNELS };
+enum { SHORT_FEW, SHORT_MANY, LONG, FEW_CLUSTERS, MANY_CLUSTERS, KERNELS };
 
-template <int THREADS, int AT_ONCE> variant make_variant()
+template <int THREADS, int AT_ONCE> variant block_variant()
 {
     return {select_kernel<THREADS, AT_ONCE>, THREADS, sizeof(choice_scratch<THREADS>)};
 }
 
+template <int AT_ONCE> variant cluster_variant()
+{
+    return {select_by_clusters<AT_ONCE>, SHORT_THREADS, sizeof(cluster_scratch<SHORT_THREADS>)};
+}
+
 variant find_variant(int kernel)
 {
-    return kernel == SHORT_FEW    ? make_variant<SHORT_THREADS, 1>()
-           : kernel == SHORT_MANY ? make_variant<SHORT_THREADS, 2>()
-                                  : make_variant<LONG_THREADS, 1>();
+    switch (kernel) {
+    case SHORT_FEW:
+        return block_variant<SHORT_THREADS, 1>();
+    case SHORT_MANY:
+        return block_variant<SHORT_THREADS, 2>();
+    case LONG:
+        return block_variant<LONG_THREADS, 1>();
+    case FEW_CLUSTERS:
+        return cluster_variant<1>();
+    default:
+        return cluster_variant<2>();
+    }
 }
 
 /* Do the smaller blocks hold a row, or its peaks and then the groups of all that matter? */
@@ -97,16 +127,30 @@ bool is_short(const select_params &p)
                                           2 * p.width <= choice_scratch<SHORT_THREADS>::GROUPS);
 }
 
+/* Blocks of the cluster that each of so many rows gets; 0: a block does it alone. As measured on an H200: from
+ * 128K tokens on while rows are few, from 512K on while clusters have a multiprocessor for each block. */
+int find_cluster(const csa_context *context, int64_t rows, int64_t regions)
+{
+    int64_t ranked = regions - 1, processors = context->multiprocessors;
+    int blocks = cluster_holds<SHORT_THREADS>(CLUSTER_BLOCKS / 2, ranked) ? CLUSTER_BLOCKS / 2 : CLUSTER_BLOCKS;
+    bool few = 2 * rows * blocks <= processors, many = rows * blocks <= processors;
+    bool pays = (few && regions >= CSA_LONG_ROW) || (many && regions >= 4 * CSA_LONG_ROW);
+    return pays && blocks <= context->most_cluster && cluster_holds<SHORT_THREADS>(blocks, ranked) ? blocks : 0;
+}
+
 csa_status queue_select(const csa_context *context, const select_params &p, int64_t rows, bool overlap,
                         void *stream)
 {
-    /* Portable: larger blocks take shared memory that not all GPUs have. */
-    int kernel = !is_short(p) && !context->portable ? LONG
-                 : rows > context->multiprocessors  ? SHORT_MANY
-                                                    : SHORT_FEW;
+    int64_t processors = context->multiprocessors;
+    int cluster = find_cluster(context, rows, p.regions), kernel = rows > processors ? SHORT_MANY : SHORT_FEW;
+    if (cluster > 0)
+        kernel = 2 * rows * cluster > processors ? MANY_CLUSTERS : FEW_CLUSTERS;
+    else if (!is_short(p) && !context->portable) /* portable: not all GPUs have the shared memory */
+        kernel = LONG;
     variant v = find_variant(kernel);
     csa_launch l;
-    l.grid = dim3((unsigned)rows);
+    l.cluster = (unsigned)max(cluster, 1);
+    l.grid = dim3((unsigned)rows * l.cluster);
     l.block = dim3(v.threads);
     l.shared = v.shared;
     l.stream = stream;
@@ -121,10 +165,32 @@ csa_status csa_cuda_load_select(void)
     csa_status status = CSA_OK;
     for (int kernel = 0; kernel < KERNELS && status == CSA_OK; kernel++) {
         variant v = find_variant(kernel);
-        if (kernel != LONG || v.shared <= csa_most_shared())
-            status = csa_load("select", v.run, v.shared);
+        bool small = kernel == SHORT_FEW || kernel == SHORT_MANY;
+        if (small || v.shared <= csa_most_shared())
+            status = kernel < FEW_CLUSTERS ? csa_load("select", v.run, v.shared)
+                                           : csa_load_clusters("select", v.run, v.shared);
     }
     return status;
+}
+
+int32_t csa_cuda_most_cluster(void)
+{
+    bool fit = true;
+    for (int kernel = FEW_CLUSTERS; kernel <= MANY_CLUSTERS; kernel++) {
+        variant v = find_variant(kernel);
+        csa_launch l;
+        l.cluster = CLUSTER_BLOCKS;
+        l.grid = dim3(l.cluster);
+        l.block = dim3(v.threads);
+        l.shared = v.shared;
+        fit = fit && csa_clusters_fit(v.run, l);
+    }
+    return fit ? CLUSTER_BLOCKS : 0;
+}
+
+bool csa_cuda_select_wants_peaks(const csa_context *context, int64_t rows, int64_t regions)
+{
+    return find_cluster(context, rows, regions) == 0;
 }
 
 csa_status csa_cuda_select(const csa_context *context, const csa_select_args *args)

@@ -19,6 +19,9 @@ csa_status csa_cuda_attend(const csa_context *context, const csa_attend_args *ar
 csa_status csa_cuda_gate(const csa_context *context, const csa_gate_args *args);
 csa_status csa_cuda_step(const csa_context *context, const csa_plan *plan, const csa_step_args *args);
 
+/* Blocks of the largest clusters that select asks for, if the current device takes them; 0: it does not. */
+int32_t csa_cuda_most_cluster(void);
+
 extern const csa_compat_stages csa_cuda_compat_stages;
 
 csa_status csa_cuda_load_prepare(void);
@@ -46,6 +49,9 @@ struct csa_span {
  * Leaves the scores' peaks, [row, region / CSA_PEAK], too. */
 csa_status csa_cuda_score_span(const csa_context *context, const csa_score_args *args, csa_span span,
                                int64_t width, const csa_tensor *peaks);
+
+/* Does selection from so many rows use their scores' peaks? */
+bool csa_cuda_select_wants_peaks(const csa_context *context, int64_t rows, int64_t regions);
 
 /* Selection in a step: current regions follow from the tokens. */
 csa_status csa_cuda_select_span(const csa_context *context, const csa_select_args *args,

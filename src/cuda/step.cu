@@ -44,7 +44,8 @@ csa_status run_chunk(const csa_context *context, const csa_step_args *a, const c
     attend.scale = a->scale;
     attend.stream = a->stream;
     csa_tensor peaks = {};
-    if (csa_peak_stride(chunk->shape) > 0 && csa_peak_rows(chunk->shape, rows) == rows)
+    if (csa_peak_stride(chunk->shape) > 0 && csa_peak_rows(chunk->shape, rows) == rows &&
+        csa_cuda_select_wants_peaks(context, rows, chunk->regions))
         peaks = csa_tensor_2d(chunk->scratch.peaks, CSA_F32, rows, csa_peak_stride(chunk->shape));
     /* Select reads the tokens before it waits: without a kernel of score, what is ahead may be writing them. */
     bool behind_score = a->rows_out || chunk->regions > a->topk;

@@ -38,14 +38,18 @@ enum {
     CHOICE_FEW = 32   /* keys that are ranked against each other */
 };
 
-template <int THREADS> struct choice_scratch {
+/* What a block needs for sums over its warps. */
+template <int THREADS> struct warp_sums {
+    uint32_t warps[3][THREADS / 32];
+};
+
+template <int THREADS> struct choice_scratch : warp_sums<THREADS> {
     static constexpr int VALUES = 4 * CHOICE_QUADS * THREADS,
                          GROUPS = VALUES / CSA_PEAK; /* that fit the threads */
     uint32_t bins[4 * THREADS];
     uint32_t groups[2][GROUPS]; /* listed at a level, and at the one before */
     uint32_t held[VALUES];      /* which values reach the bound, in order, or are NaN */
     float values[VALUES];       /* and what they are */
-    uint32_t warps[3][THREADS / 32];
     uint32_t bin, above, within;
     uint32_t few[CHOICE_FEW], few_count;
     best_keys best;
@@ -135,7 +139,7 @@ struct running_sum {
 /* The sums over the warps, of what each one's last lane has. The block meets between two that take the same
  * `buffer`. */
 template <int THREADS>
-static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS> &s, int buffer,
+static __device__ __forceinline__ running_sum sum_warps(warp_sums<THREADS> &s, int buffer,
                                                         uint32_t of_last_lane)
 {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -148,7 +152,7 @@ static __device__ __forceinline__ running_sum sum_warps(choice_scratch<THREADS> 
 
 /* The sums over the threads before, and over the block. */
 template <int THREADS>
-static __device__ __forceinline__ running_sum scan(choice_scratch<THREADS> &s, int buffer, uint32_t own)
+static __device__ __forceinline__ running_sum scan(warp_sums<THREADS> &s, int buffer, uint32_t own)
 {
     uint32_t sum = sum_lanes(own);
     running_sum warps = sum_warps(s, buffer, sum);
@@ -329,23 +333,14 @@ static __device__ __forceinline__ key_range find_range(choice_scratch<THREADS> &
     return by_quads ? key_range{range.low, l.highest, 0, CHOICE_UNKNOWN} : range;
 }
 
-/* Brings what reaches a level's bound, and NaN, to shared memory, in order, as groups of the next level if that
- * is what they are to be (not NULL) and they fit; how many these are, and the range of the rank-th best.
- * ready() returns once the values may be read. */
-template <int THREADS, typename Ready>
-static __device__ __forceinline__ int hold_values(choice_scratch<THREADS> &s, level &l, uint32_t rank,
-                                                  uint32_t *groups, key_range &range, Ready ready)
+/* Brings what reaches a bound, and NaN, to shared memory, in order; how many these are. They are listed as
+ * groups if that is what they are to be (not NULL) and they fit. Of -infinity, all of the level's `all` values
+ * are held. */
+template <int THREADS>
+static __device__ __forceinline__ int hold_values(choice_scratch<THREADS> &s, const thread_quads &q,
+                                                  float bound, int all, uint32_t *groups)
 {
-    thread_quads q;
-    ((uint4 *)s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0)
-        s.few_count = 0;
-    load_quads(l, q, ready);
-    range = {l.bound, l.highest, 0, CHOICE_UNKNOWN};
-    if (l.bound == CSA_NO_KEY)
-        range = find_range(s, l, q, rank);
     /* What a warp has leaves quad by quad: a byte for each counts up to this lane. */
-    float bound = number_of(l.bound);
     uint32_t counts = 0;
 #pragma unroll
     for (int i = 0; i < CHOICE_QUADS; i++)
@@ -375,11 +370,31 @@ static __device__ __forceinline__ int hold_values(choice_scratch<THREADS> &s, le
         before += of_warp >> 8 * i & 0xFF;
     }
     __syncthreads();
-    if (bound == -INFINITY) { /* all are held, what stands past the end, too, as the last */
+    if (bound == -INFINITY) /* what stands past the end, too, as the last */
+        while (held > 0 && list[held - 1] >= (uint32_t)all)
+            held--;
+    return held;
+}
+
+/* Loads a level and holds what matters of it; how many these are, and the range of the rank-th best. ready()
+ * returns once the values may be read. */
+template <int THREADS, typename Ready>
+static __device__ __forceinline__ int hold_level(choice_scratch<THREADS> &s, level &l, uint32_t rank,
+                                                 uint32_t *groups, key_range &range, Ready ready)
+{
+    thread_quads q;
+    ((uint4 *)s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0)
+        s.few_count = 0;
+    load_quads(l, q, ready);
+    range = {l.bound, l.highest, 0, CHOICE_UNKNOWN};
+    if (l.bound == CSA_NO_KEY)
+        range = find_range(s, l, q, rank);
+    float bound = number_of(l.bound);
+    int held = hold_values(s, q, bound, l.all, groups);
+    if (bound == -INFINITY) {
         l.bound = CSA_NAN_KEY;
         range = {CSA_NAN_KEY, l.highest, 0, CHOICE_UNKNOWN};
-        while (list[held - 1] >= (uint32_t)l.all)
-            held--;
     }
     return held;
 }
@@ -432,11 +447,16 @@ static __device__ __forceinline__ best_keys find_best(choice_scratch<THREADS> &s
     }
 }
 
+/* What lies before a block's values where others have those: better keys, ties, values. */
+struct values_before {
+    uint32_t better, ties, values;
+};
+
 /* Writes which values the best of the held keys are, in order, to `to`, which has room for `most`; how many
  * they are. */
 template <int THREADS, typename To>
 static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int held, best_keys best, To *to,
-                                                 uint32_t most)
+                                                 uint32_t most, values_before start = {0, 0, 0})
 {
     int each = (held + THREADS - 1) / THREADS, first = (int)threadIdx.x * each, end = min(first + each, held);
     uint32_t better = 0, ties = 0;
@@ -447,7 +467,7 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
         ties += key == best.threshold;
     }
     running_sum sum = scan(s, 1, better | ties << 16); /* two sums at once */
-    better = sum.before & 0xFFFF, ties = sum.before >> 16;
+    better = start.better + (sum.before & 0xFFFF), ties = start.ties + (sum.before >> 16);
 #pragma unroll 1
     for (int i = first; i < end; i++) {
         uint32_t key = key_of(s.values[i]);
@@ -455,7 +475,7 @@ static __device__ __forceinline__ int write_best(choice_scratch<THREADS> &s, int
         uint32_t place = better + min(ties, best.share);
         if (key < best.threshold || (tied && ties >= best.share) || place >= most)
             continue;
-        to[place] = (To)s.held[i];
+        to[place] = (To)(start.values + s.held[i]);
         better += !tied;
         ties += tied;
     }
@@ -486,7 +506,7 @@ static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores 
         l.each = (l.count + THREADS - 1) / THREADS;
         key_range range;
         uint32_t *groups = shift > 0 ? s.groups[shift / CSA_PEAK_SHIFT % 2] : nullptr;
-        int held = hold_values(s, l, rank, groups, range, ready);
+        int held = hold_level(s, l, rank, groups, range, ready);
         if (!groups) {
             write_best(s, held, find_best(s, held, range, rank), entries, rank);
             return;
@@ -499,6 +519,15 @@ static __device__ void choose_best(choice_scratch<THREADS> &s, const row_scores 
         l.count = 2 * held;
         l.groups = groups;
     }
+}
+
+/* The columns of a row that has no more regions than it may select; current = -1: all are padding. */
+template <int THREADS> static __device__ __forceinline__ void list_all(int width, int current, int64_t *entries)
+{
+    int padding = width - current;
+#pragma unroll 1
+    for (int column = threadIdx.x; column <= width; column += THREADS)
+        entries[column] = column < padding ? -1 : column - padding;
 }
 
 /* Writes a row's width + 1 columns: padding (-1), then the best `width` of the regions before the current one,
@@ -515,11 +544,8 @@ static __device__ void choose_list(choice_scratch<THREADS> &s, const row_scores 
             entries[width] = current;
         return;
     }
-    int padding = width - current; /* current = -1: the whole row */
     ready();
-#pragma unroll 1
-    for (int column = threadIdx.x; column <= width; column += THREADS)
-        entries[column] = column < padding ? -1 : column - padding;
+    list_all<THREADS>(width, current, entries);
 }
 
 #endif

@@ -210,6 +210,86 @@ static __device__ __forceinline__ void order_before_copies()
 #endif
 }
 
+/* ---- Clusters: blocks that run at the same time and write to each other's shared memory --------- */
+
+static __device__ __forceinline__ uint32_t cluster_blocks()
+{
+    uint32_t blocks = 1;
+#if CSA_SM90
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+#endif
+    return blocks;
+}
+
+static __device__ __forceinline__ uint32_t block_in_cluster()
+{
+    uint32_t rank = 0;
+#if CSA_SM90
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+/* All threads of a cluster arrive, then wait for all: shared memory of a block that has not started is not
+ * there. */
+static __device__ __forceinline__ void cluster_arrive()
+{
+#if CSA_SM90
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void cluster_wait()
+{
+#if CSA_SM90
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* The address in another block of the cluster of what this one has at `own`. */
+static __device__ __forceinline__ uint32_t address_in(const void *own, uint32_t rank)
+{
+    uint32_t there = 0;
+#if CSA_SM90
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(own)), "r"(rank));
+#endif
+    return there;
+}
+
+/* Writes 4, 8 or 16 bytes to where another block (or this one) has `own`, and reports them to its barrier. */
+static __device__ __forceinline__ void tell_block(uint32_t *own, uint64_t *barrier, uint32_t rank,
+                                                  uint32_t value)
+{
+#if CSA_SM90
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     address_in(own, rank)),
+                 "r"(value), "r"(address_in(barrier, rank))
+                 : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void tell_block(uint64_t *own, uint64_t *barrier, uint32_t rank,
+                                                  uint64_t value)
+{
+#if CSA_SM90
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
+                     address_in(own, rank)),
+                 "l"(value), "r"(address_in(barrier, rank))
+                 : "memory");
+#endif
+}
+
+static __device__ __forceinline__ void tell_block(uint4 *own, uint64_t *barrier, uint32_t rank, uint4 value)
+{
+#if CSA_SM90
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            address_in(own, rank)),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(address_in(barrier, rank))
+        : "memory");
+#endif
+}
+
 /* ---- Launches that overlap ---------------------------------------------------------------------- */
 
 /* What the kernel ahead in the stream wrote may be read from here on. */
