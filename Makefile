@@ -7,7 +7,7 @@ PREFIX ?= /usr/local
 SECONDS_TO_FUZZ ?= 60
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: ## install what building needs (Debian), if anything is missing
 	@scripts/setup

@@ -358,6 +358,11 @@ typedef struct csa_workspace {
  * is computed like any other and only not written to the cache. A position outside a table that is read (a
  * negative one, too) makes all outputs of the token zeros and, if the token is active, writes zeros to the
  * cache; in checking mode it is an error, unless the token is inactive. A slot past the cache writes nothing.
+ *
+ * A row of a RoPE table of R columns turns values i and i + R/2 (i < R/2) of each head by one angle: its cosine
+ * is column i, its sine column i + R/2; x[i] * cosine - x[i + R/2] * sine, and x[i + R/2] * cosine + x[i] *
+ * sine. Values from R on stay. The index part needs its table; without `rope` nothing of the attention part
+ * turns.
  */
 typedef struct csa_prepare_args {
     size_t size;
@@ -370,7 +375,7 @@ typedef struct csa_prepare_args {
     csa_tensor index_query_norm;  /* bf16 [256]: RMS norm weight */
     csa_tensor index_key_norm;    /* bf16 [256]: layer norm weight */
     csa_tensor index_key_bias;    /* bf16 [256] */
-    csa_tensor index_rope;        /* bf16 or fp32 [positions, 32]: cosines, then sines */
+    csa_tensor index_rope;        /* bf16 or fp32 [positions, 32]: 16 cosines, then 16 sines */
     csa_tensor index_query_out;   /* e4m3 [T, G, 8, 256]: heads past `heads` are zero */
     csa_tensor index_key_out;     /* bf16 [T, 256] */
     csa_tensor index_weights_out; /* fp32 [T, G, 8]: index_weights * heads^-0.5, the rest zero */
@@ -624,7 +629,8 @@ typedef struct csa_serving {
     int64_t prefill_tokens; /* most prefill tokens of a step; 0: none */
     int32_t groups;         /* KV groups, 1 to 8; 0: 1 */
     int32_t heads;          /* query heads per group, 1 to 16; 0: 16 */
-    int32_t index_heads;    /* index heads per group, 1 to 8 or 16; 0: 8 */
+    int32_t index_heads;    /* index heads per group that steps are given, 1 to 8 or 16; 0: 8, as csa_prepare
+                             * writes them */
     int32_t block_size;     /* 16, 32, 64 or 128; 0: 64 */
     int32_t topk;           /* 1 to 1024; 0: 512 */
     csa_dtype kv_dtype;     /* CSA_BF16 or CSA_E4M3; 0: CSA_BF16 */
