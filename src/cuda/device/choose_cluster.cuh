@@ -8,7 +8,8 @@
  * Each block tells which keys these are and how many of its own are better, so that all find the same
  * threshold, and each knows where its chosen ones go.
  *
- * Slices follow each other, so that earlier regions win ties.
+ * Slices follow each other, so that earlier regions win ties. All blocks must find the same length, or some
+ * wait for others for ever.
  *
  * Bound by the time in which blocks hear from each other.
  * SPDX-License-Identifier: Apache-2.0
