@@ -86,6 +86,14 @@ static csa_tensor untouched(csa_tensor t, int64_t count)
     return t;
 }
 
+static void expect_too_many_rows(csa_status status)
+{
+    char text[200];
+    CHECK(status == CSA_ERROR_UNSUPPORTED);
+    csa_last_error(text, sizeof text);
+    CHECKF(strstr(text, "2^31 - 1 rows") != NULL, "%s", text);
+}
+
 /* Kernels count rows in 32 bits, and a grid has fewer than 2^31 blocks. */
 void too_many_rows_are_refused(void **state)
 {
@@ -102,12 +110,12 @@ void too_many_rows_are_refused(void **state)
         score.query = repeated(score.query, count);
         score.weights = repeated(score.weights, count);
         score.scores = untouched(score.scores, 2 * count);
-        CHECK(csa_score(context, &score) == CSA_ERROR_UNSUPPORTED);
+        expect_too_many_rows(csa_score(context, &score));
         csa_select_args select = world_select(&t.device);
         select.scores = repeated(select.scores, 2 * count);
         select.current = repeated(select.current, 2 * count);
         select.selected = untouched(select.selected, 2 * count);
-        CHECK(csa_select(context, &select) == CSA_ERROR_UNSUPPORTED);
+        expect_too_many_rows(csa_select(context, &select));
         csa_attend_args attend = world_attend(&t.device);
         attend.tokens = &tokens;
         attend.rows = NULL;
@@ -116,10 +124,24 @@ void too_many_rows_are_refused(void **state)
         attend.gate = repeated(attend.gate, count);
         attend.out = untouched(attend.out, count);
         attend.lse = untouched(attend.lse, count);
-        CHECK(csa_attend(context, &attend) == CSA_ERROR_UNSUPPORTED);
-        char text[200];
-        csa_last_error(text, sizeof text);
-        CHECKF(strstr(text, "2^31 - 1 rows") != NULL, "%s", text);
+        expect_too_many_rows(csa_attend(context, &attend));
+        csa_gate_args gate = {.size = sizeof gate};
+        gate.attention = csa_tensor_3d(attend.out.data, CSA_BF16, count, 8, CSA_HEAD_SIZE);
+        gate.gate = csa_tensor_2d(attend.gate.data, CSA_BF16, count, 8);
+        gate.out = gate.attention;
+        expect_too_many_rows(csa_gate(context, &gate));
+        csa_step_args step = world_step(&t.device);
+        step.tokens = &tokens;
+        step.rows_out = NULL;
+        step.index_query = score.query;
+        step.index_weights = score.weights;
+        step.query = attend.query;
+        step.gate = attend.gate;
+        step.out = attend.out;
+        step.lse = attend.lse;
+        step.selected = select.selected;
+        step.workspace.bytes = SIZE_MAX; /* refused before any of it is touched */
+        expect_too_many_rows(csa_decode(context, &step));
     }
     end_twin(&t);
 }
@@ -353,10 +375,14 @@ void long_rows_are_selected(void **state)
     csa_context_destroy(ref);
 }
 
-static void expect_steps_like_stages(world_shape shape)
+/* A step whose requests end after `percent` of their tokens, in a workspace that larger scores fill. */
+static void expect_step_like_stages(world_shape shape, int percent)
 {
     twin t;
     make_twin(&t, shape, 79);
+    set_lengths(&t.host, percent);
+    to_device(&t);
+    spoil_workspace(&t, 0x7E);
     csa_score_args score = world_score(&t.device);
     csa_select_args select = world_select(&t.device);
     CHECK_OK(queue(DECODE, &t));
@@ -371,6 +397,15 @@ static void expect_steps_like_stages(world_shape shape)
     tensor_expect_equal("selected", &selected, &t.host.selected);
     free(selected.data);
     end_twin(&t);
+}
+
+/* Rows that end where the scratch does; and 2, 3 and 1 regions behind a whole group of 8 (72,000, 140,000 and
+ * 540,000 tokens), behind which is what longer rows left. */
+static void expect_steps_like_stages(world_shape shape)
+{
+    const int percents[] = {100, 93, 91};
+    for (int i = 0; i < 3; i++)
+        expect_step_like_stages(shape, percents[i]);
 }
 
 /* In a step, score finds peaks, unless rows have clusters (see above): of more than 8192 regions where rows are

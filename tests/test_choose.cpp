@@ -186,6 +186,25 @@ bool draw_row_of_cluster(random_source &r, int sort)
     return choose_in_cluster(r, blocks, counts[r() % 6], widths[r() % 4], sort);
 }
 
+/* Somebody writes the lengths while the blocks of a cluster read them: each ends, and writes no other entries
+ * than there may be. */
+bool lengths_may_differ(random_source &r)
+{
+    enum { BLOCKS = 4, WIDTH = 50, MOST = BLOCKS * choice_scratch<128>::VALUES };
+    std::vector<float> scores = draw_scores(r, MOST, (int)(r() % SORTS));
+    std::vector<int64_t> columns(WIDTH + 1, -1);
+    const int lengths[] = {-1, 0, WIDTH, WIDTH + 1, 700, MOST};
+    int counts[BLOCKS];
+    for (int &count : counts)
+        count = lengths[r() % 6];
+    std::vector<cluster_scratch<128>> scratch(BLOCKS);
+    run_cluster(scratch, 128, (uint32_t)r(), [&](cluster_scratch<128> &s) {
+        choose(s, {scores.data(), nullptr, counts[block_in_cluster()], MOST, 0, false}, WIDTH, columns.data());
+    });
+    auto wrong = [](int64_t entry) { return entry < -1 || entry > MOST; };
+    return std::none_of(columns.begin(), columns.end(), wrong);
+}
+
 } // namespace
 
 int main()
@@ -204,6 +223,8 @@ int main()
         wrong += !draw_row_of_cluster(r, i % SORTS);
     for (int sort = 0; sort < SORTS; sort++, done++) /* slices full, more wanted than are numbers in sort 5 */
         wrong += !choose_in_cluster(r, 4, 8192 - sort, 400, sort);
+    for (int i = 0; i < (quick ? 5 : 40); i++, done++)
+        wrong += !lengths_may_differ(r);
     for (int i = 0; i < 2; i++, done++)
         wrong += i == 0 ? !choose_like_a_sort<1024>(r, 300000, 1024, 7, true)
                         : !choose_like_a_sort<512>(r, 300000, 512, 7, false);

@@ -8,8 +8,9 @@
  * Each block tells which keys these are and how many of its own are better, so that all find the same
  * threshold, and each knows where its chosen ones go.
  *
- * Slices follow each other, so that earlier regions win ties. All blocks must find the same length, or some
- * wait for others for ever.
+ * Slices follow each other, so that earlier regions win ties. Should blocks find different lengths, since
+ * somebody writes them meanwhile, what is written means nothing; but all end, and none while others may tell it
+ * something: which messages there are follows from what all have been told.
  *
  * Bound by the time in which blocks hear from each other.
  * SPDX-License-Identifier: Apache-2.0
@@ -75,7 +76,22 @@ static __device__ __forceinline__ int group_lanes(const level &l, int need)
     return group;
 }
 
-/* Tells a bound that `need` of the block's keys reach, and its largest; the range that they leave. */
+/* Told instead of bounds: the row is no longer than its list. No key is so large. */
+enum : uint64_t { CLUSTER_SHORT = ~(uint64_t)0 };
+
+/* Tells what this block's first warp says, and waits for the others; what the lane's block said. */
+template <int THREADS>
+static __device__ __forceinline__ uint64_t tell_bounds(cluster_scratch<THREADS> &s, uint64_t own)
+{
+    const cluster_place at;
+    if (threadIdx.x < at.blocks)
+        tell_block(&s.bounds[at.block], &s.told[TELL_BOUNDS], at.lane, own);
+    barrier_wait(&s.told[TELL_BOUNDS], 0);
+    return at.lane < at.blocks ? s.bounds[at.lane] : (uint32_t)~0U;
+}
+
+/* Tells a bound that `need` of the block's keys reach, and its largest; the range that they leave, up to the
+ * upper half of CLUSTER_SHORT if a block said that. */
 template <int THREADS>
 static __device__ __forceinline__ cluster_range find_bound(cluster_scratch<THREADS> &s, const level &l,
                                                            const thread_quads &q, int need)
@@ -102,11 +118,8 @@ static __device__ __forceinline__ cluster_range find_bound(cluster_scratch<THREA
         low = __reduce_min_sync(~0U, at.lane < THREADS / 32 ? s.own.warps[0][at.lane] : ~0U);
         high = __reduce_max_sync(~0U, at.lane < THREADS / 32 ? s.own.warps[1][at.lane] : (uint32_t)CSA_NO_KEY);
         low = l.count > 0 && group == 0 ? (uint32_t)CSA_NO_KEY : low;
-        if (at.lane < at.blocks)
-            tell_block(&s.bounds[at.block], &s.told[TELL_BOUNDS], at.lane, low | (uint64_t)high << 32);
     }
-    barrier_wait(&s.told[TELL_BOUNDS], 0);
-    uint64_t told = at.lane < at.blocks ? s.bounds[at.lane] : ~0U;
+    uint64_t told = tell_bounds(s, low | (uint64_t)high << 32);
     return {
         __reduce_min_sync(~0U, (uint32_t)told), __reduce_max_sync(~0U, (uint32_t)(told >> 32)), 0, 0, ~0U, 0};
 }
@@ -199,7 +212,7 @@ static __device__ __forceinline__ best_keys rank_told(cluster_scratch<THREADS> &
                                                       uint32_t rank)
 {
     const cluster_place at;
-    uint32_t left = rank - range.above;
+    uint32_t left = min(rank - range.above, range.within); /* fewer if lengths differ */
     if (!range.open())
         return {range.low, left};
     uint32_t told[CLUSTER_FEW / 32];
@@ -276,6 +289,8 @@ static __device__ void choose_best_in_cluster(cluster_scratch<THREADS> &s, const
     load_quads(l, q, ready);
     cluster_wait();
     cluster_range range = find_bound(s, l, q, ((int)rank + slices - 1) / slices);
+    if (range.high == CLUSTER_SHORT >> 32) /* others find no more regions */
+        return;
     float bound = number_of(range.low);
     int held = hold_values(s.own, q, bound, l.all, nullptr);
     if (bound == -INFINITY) /* there may be nothing but NaN */
@@ -305,6 +320,7 @@ static __device__ void choose_list_in_cluster(cluster_scratch<THREADS> &s, const
     }
     ready();
     cluster_wait();
+    tell_bounds(s, CLUSTER_SHORT);
     if (block_in_cluster() == 0)
         list_all<THREADS>(width, row.count, entries);
 }
