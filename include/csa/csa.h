@@ -79,8 +79,8 @@
  * CUDA (for calls on a cuda context)
  *
  * - `stream` is a cudaStream_t of the context's device; NULL is the legacy default stream. Work is queued there
- *   and nothing waits for it. A fault of earlier work may be reported as CSA_ERROR_DEVICE. If what it
- *   reads changes while it runs, it ends, but what it writes means nothing.
+ *   and nothing waits for it. A fault of earlier work may be reported as CSA_ERROR_DEVICE. Should
+ *   lengths or other tensors that a call reads change while it runs, it ends, but its results mean nothing.
  * - Any device may be the thread's current one: a call leaves it as it was. A context uses its device's primary
  *   context, so that streams of the runtime's and of the driver's API both fit.
  * - After csa_warm_up, every call on a context without `check` can be captured in a graph, in any capture mode.
