@@ -184,6 +184,18 @@ static void check_blocks(csa_checker *c, const csa_tokens *k, const csa_tensor *
     }
 }
 
+void csa_check_region(csa_checker *c, const csa_tokens *tokens, int64_t token, int64_t regions)
+{
+    int64_t position = csa_token_position(tokens, token), owner = csa_token_owner(tokens, token);
+    bool by_token = csa_present(&tokens->positions); /* else it has an owner, or it were not active */
+    if (position / CSA_REGION >= regions)
+        csa_refuse(c, CSA_ERROR_ID,
+                   "tokens.%s[%lld] is %lld: token %lld stands in region %lld, expected 0 to %lld",
+                   by_token ? "positions" : "seq_lens", (long long)(by_token ? token : owner),
+                   (long long)(by_token ? position : csa_i32(&tokens->seq_lens, owner)), (long long)token,
+                   (long long)(position / CSA_REGION), (long long)regions - 1);
+}
+
 void csa_check_seen_ids(csa_checker *c, const csa_tokens *tokens, const csa_tensor *cache, int64_t count,
                         int64_t regions)
 {
@@ -191,10 +203,9 @@ void csa_check_seen_ids(csa_checker *c, const csa_tokens *tokens, const csa_tens
     for (int64_t token = 0; token < count && c->status == CSA_OK; token++) {
         if (!csa_token_active(tokens, token))
             continue;
-        int64_t position = csa_token_position(tokens, token);
-        expect(c, "region of token", token, position / CSA_REGION, 0, regions - 1);
+        csa_check_region(c, tokens, token, regions);
         if (c->status == CSA_OK)
-            check_blocks(c, tokens, cache, csa_token_owner(tokens, token), position);
+            check_blocks(c, tokens, cache, csa_token_owner(tokens, token), csa_token_position(tokens, token));
     }
 }
 
@@ -209,10 +220,12 @@ static void check_list(csa_checker *c, const csa_attend_args *a, int64_t row, in
 {
     int64_t columns = a->selected.shape[1], last = position / CSA_REGION;
     const int64_t *list = csa_at(&a->selected, row, 0, 0);
-    for (int64_t i = last < columns ? columns - last - 1 : 0; i < columns && c->status == CSA_OK; i++)
+    int64_t used = last < columns ? last + 1 : columns;
+    for (int64_t i = columns - used; i < columns && c->status == CSA_OK; i++)
         if (list[i] < 0 || list[i] > last)
-            csa_refuse(c, CSA_ERROR_ID, "selected[%lld, %lld] is %lld, expected 0 to %lld", (long long)row,
-                       (long long)i, (long long)list[i], (long long)last);
+            csa_refuse(c, CSA_ERROR_ID,
+                       "selected[%lld, %lld] is %lld, expected 0 to %lld in the last %lld entries",
+                       (long long)row, (long long)i, (long long)list[i], (long long)last, (long long)used);
 }
 
 void csa_check_attend_ids(csa_checker *c, const csa_attend_args *a)

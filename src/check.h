@@ -16,6 +16,9 @@ void csa_check_summarize_ids(csa_checker *c, csa_op op, const csa_summarize_args
 void csa_check_seen_ids(csa_checker *c, const csa_tokens *tokens, const csa_tensor *cache, int64_t count,
                         int64_t regions);
 
+/* An active token must stand in one of so many regions. */
+void csa_check_region(csa_checker *c, const csa_tokens *tokens, int64_t token, int64_t regions);
+
 void csa_check_select_ids(csa_checker *c, const csa_select_args *a);
 void csa_check_attend_ids(csa_checker *c, const csa_attend_args *a);
 

@@ -47,8 +47,7 @@ void csa_check_compat_metadata_ids(csa_checker *c, const csa_compat_metadata_arg
     for (int64_t token = 0; token < tokens && c->status == CSA_OK; token++) {
         if (!csa_token_active(a->tokens, token))
             continue;
-        expect(c, "region of token", token, csa_token_position(a->tokens, token) / CSA_REGION, 0,
-               a->regions - 1);
+        csa_check_region(c, a->tokens, token, a->regions);
         if (csa_token_owner(a->tokens, token) < 0)
             csa_refuse(c, CSA_ERROR_ID, "token %lld belongs to none of the %lld requests", (long long)token,
                        (long long)csa_token_requests(a->tokens));
@@ -75,7 +74,7 @@ void csa_check_compat_pages_ids(csa_checker *c, const csa_compat_pages_args *a)
     for (int64_t row = 0; row + 1 < a->page_indptr.shape[0] && c->status == CSA_OK; row++) {
         int64_t room = csa_i32(&a->page_indptr, row + 1) - (int64_t)csa_i32(&a->page_indptr, row);
         if (csa_token_active(a->tokens, row) && room < a->columns)
-            expect(c, "region of token", row, csa_token_position(a->tokens, row) / CSA_REGION, 0, room - 1);
+            csa_check_region(c, a->tokens, row, room);
     }
 }
 

@@ -114,21 +114,23 @@ csa_status csa_backend_describe(csa_backend number, char *text, size_t capacity)
         status = describe_cuda(line, sizeof line);
         break;
     default:
-        return csa_fail(CSA_ERROR_ARGUMENT, "csa_backend_describe: there is no back end %d", (int)number);
+        snprintf(line, sizeof line, "there is no back end %d", (int)number);
+        status = CSA_ERROR_ARGUMENT;
     }
     copy_text(line, text, capacity);
-    if (status != CSA_OK)
-        return csa_fail(status, "csa_backend_describe: %s: %s", csa_backend_name(number), line);
-    return CSA_OK;
+    return status == CSA_OK ? CSA_OK : csa_fail(status, "csa_backend_describe: %s", line);
 }
 
 csa_status csa_device_describe(csa_backend number, int32_t device, char *text, size_t capacity)
 {
-    char line[256];
-    const char *why;
-    const csa_cuda_module *cuda = number == CSA_BACKEND_CUDA ? csa_open_cuda(&why) : NULL;
-    snprintf(line, sizeof line, "%s has no device %d", csa_backend_name(number), (int)device);
+    char line[256], why[200] = "it runs on the host";
+    const char *missing;
+    const csa_cuda_module *cuda = number == CSA_BACKEND_CUDA ? csa_open_cuda(&missing) : NULL;
     csa_status status = cuda ? cuda->describe_device(device, line, sizeof line) : CSA_ERROR_ARGUMENT;
+    if (number == CSA_BACKEND_CUDA)
+        describe_cuda(why, sizeof why);
+    if (status == CSA_ERROR_ARGUMENT)
+        snprintf(line, sizeof line, "%s has no device %d: %s", csa_backend_name(number), (int)device, why);
     copy_text(line, text, capacity);
     return status == CSA_OK ? CSA_OK : csa_fail(status, "csa_device_describe: %s", line);
 }
@@ -341,15 +343,15 @@ void csa_context_destroy(csa_context *context)
 
 const char *csa_context_tier(const csa_context *context)
 {
-    return context->tier;
+    return context ? context->tier : "none";
 }
 
 csa_backend csa_context_backend(const csa_context *context)
 {
-    return context->backend;
+    return context ? context->backend : CSA_BACKEND_DEFAULT;
 }
 
 int32_t csa_context_threads(const csa_context *context)
 {
-    return context->threads;
+    return context ? context->threads : 0;
 }

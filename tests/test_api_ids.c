@@ -76,7 +76,7 @@ static const bad_id bad_ids[] = {
      "tokens.ring_base[0] is 9223372036854775807, expected 0 to 27"},
     {{SE}, CURRENT, 5, 0, 100, "current[5] is 100, expected -1 to"},
     {{SE}, CURRENT, 5, 0, -2, "current[5] is -2, expected -1 to"},
-    {{AT}, SELECTED, 3, 1, -1, "selected[3, 1] is -1, expected 0 to 7"},
+    {{AT}, SELECTED, 3, 1, -1, "selected[3, 1] is -1, expected 0 to 7 in the last 5 entries"},
     {{AT}, SELECTED, 3, 2, 8, "selected[3, 2] is 8, expected 0 to 7"},
     {{AT}, ROW_POSITION, 4, 0, -5, "position of row[4] is -5, expected 0 to"},
     {{AT}, ROW_POSITION, 4, 0, 10000, "position 10000 of request 2 needs 626 columns"},
@@ -213,7 +213,12 @@ static void contradictions_are_named(void **state)
     calls_make(&c, strict, shape());
     c.w.step.seq_lens = (csa_tensor){0};
     *(int64_t *)tensor_at(&c.w.step.positions, 1, 0, 0, 0) = 10000;
-    refused_with(&c, SC, "region of token[1] is 1250, expected 0 to");
+    refused_with(&c, SC, "tokens.positions[1] is 10000: token 1 stands in region 1250, expected 0 to");
+
+    calls_make(&c, strict, shape());
+    c.w.step.positions = (csa_tensor){0};
+    *(int32_t *)tensor_at(&c.w.step.seq_lens, 3, 0, 0, 0) = 10000;
+    refused_with(&c, DE, "tokens.seq_lens[3] is 10000: token 3 stands in region 1249, expected 0 to");
 
     calls_make(&c, strict, shape());
     int64_t *slot = tensor_at(&c.w.step.slots, 2, 0, 0, 0);

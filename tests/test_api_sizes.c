@@ -310,11 +310,15 @@ static void back_ends_are_described(void **state)
         csa_context_destroy(made);
     }
     CHECK(csa_backend_describe(CSA_BACKEND_REF, NULL, 0) == CSA_OK);
-    CHECK(csa_backend_describe((csa_backend)9, NULL, 0) == CSA_ERROR_ARGUMENT);
+    char text[256] = "";
+    CHECK(csa_backend_describe((csa_backend)9, text, sizeof text) == CSA_ERROR_ARGUMENT);
+    CHECKF(strcmp(text, "there is no back end 9") == 0, "%s", text);
     CHECKF(strstr(test_error(), "no back end 9"), "%s", test_error());
     CHECK(csa_device_describe(CSA_BACKEND_CPU, 0, NULL, 0) == CSA_ERROR_ARGUMENT);
-    CHECK(strstr(test_error(), "csa_device_describe: cpu has no device 0"));
+    CHECK(strstr(test_error(), "csa_device_describe: cpu has no device 0: it runs on the host"));
+    csa_backend_describe(CSA_BACKEND_CUDA, text, 200);
     CHECK(csa_device_describe(CSA_BACKEND_CUDA, -1, NULL, 0) == CSA_ERROR_ARGUMENT);
+    CHECKF(strstr(test_error(), "cuda has no device -1: ") && strstr(test_error(), text), "%s", test_error());
 }
 
 typedef struct logged {
@@ -350,6 +354,8 @@ static void contexts_check_their_options(void **state)
     CHECK(csa_context_create(&o, &made) == CSA_ERROR_ARGUMENT && !made);
     CHECK(csa_context_create(NULL, NULL) == CSA_ERROR_ARGUMENT);
     csa_context_destroy(NULL);
+    CHECK(csa_context_backend(NULL) == CSA_BACKEND_DEFAULT && csa_context_threads(NULL) == 0);
+    CHECK(strcmp(csa_context_tier(NULL), "none") == 0);
     CHECK_OK(csa_context_create(NULL, &made)); /* all defaults */
     csa_context_destroy(made);
     o = (csa_context_options){.size = sizeof o, .threads = 3, .log = keep_line, .log_user = &log};

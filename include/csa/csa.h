@@ -251,7 +251,8 @@ CSA_API csa_status csa_context_create(const csa_context_options *options, csa_co
 /* The work queued through it must have finished. Its plans stay, to be destroyed. NULL is allowed. */
 CSA_API void csa_context_destroy(csa_context *context);
 
-/* Which back end a context runs (never CSA_BACKEND_DEFAULT), and on how many threads. */
+/* Which back end a context runs (never CSA_BACKEND_DEFAULT), and on how many threads. NULL: CSA_BACKEND_DEFAULT
+ * and 0; below, "none". */
 CSA_API csa_backend csa_context_backend(const csa_context *context);
 CSA_API int32_t csa_context_threads(const csa_context *context);
 
@@ -261,9 +262,9 @@ CSA_API const char *csa_context_tier(const csa_context *context);
 /* "ref", "cpu", "cuda" or "default". Never NULL. */
 CSA_API const char *csa_backend_name(csa_backend backend);
 
-/* CSA_OK if the back end can be used here, CSA_ERROR_UNSUPPORTED if not; text gets one line that says what it
- * is or why it is not available (less than 256 bytes; cut to capacity). The default back end is described as
- * what it stands for. */
+/* CSA_OK if the back end can be used here, CSA_ERROR_UNSUPPORTED if not, CSA_ERROR_ARGUMENT if there is none of
+ * that number; text gets one line that says what it is or why it is not available (less than 256 bytes; cut to
+ * capacity). The default back end is described as what it stands for. */
 CSA_API csa_status csa_backend_describe(csa_backend backend, char *text, size_t capacity);
 
 /* One line on one of the devices that a back end can be given (csa_context_options.device), in the same way:
@@ -297,8 +298,9 @@ CSA_API csa_status csa_device_describe(csa_backend backend, int32_t device, char
  *     decode, prefill   yes          -      yes
  *     layer             yes          yes    yes                    yes        with a plan; ragged verify
  *
- * (-: where absent, every token is active; cache: if the cache is written; ring_base absent: no request has a
- * ring.) Views of a part of a step are fine: query_start counts from the first token of the call.
+ * (-: only a slot's sign is read; where absent, every token is active. cache: if the cache is written.
+ * ring_base absent: no request has a ring.) Views of a part of a step are fine: query_start counts from the
+ * first token of the call.
  */
 typedef struct csa_tokens {
     size_t size;
@@ -480,8 +482,8 @@ CSA_API csa_status csa_select(const csa_context *context, const csa_select_args 
  * Attention of each row to the tokens of its selected regions, as far as the row sees them. Needs the cache's
  * kv. rows gives positions and active; NULL: they follow from tokens. Only the last min(position / 8 + 1,
  * width + 1) entries of a list are used, in any order; an entry that is negative, past the position, or whose
- * block is not in the table or the cache contributes no token; one that stands twice counts twice. A row
- * without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
+ * block is not in the table or the cache contributes no token (checking mode: an error); one that stands twice
+ * counts twice. A row without a token, and an inactive row, is exactly 0, its log-sum-exp -inf.
  * cuda: rows are cut into parts while they are few (on an H200 up to 176, of an e4m3 cache 384), the shorter
  * the fewer there are. A part takes 12,416 bytes of the workspace; without room for them rows are cut less or
  * not at all, with the same bits, but few rows take several times as long. With W = width + 1 and r = min(R,
@@ -558,11 +560,10 @@ typedef struct csa_plan_args {
     size_t size;
     const int64_t *positions; /* host [tokens]; negative: padding; NULL: bounded by regions alone */
     int64_t tokens;
-    int64_t requests; /* the tokens belong to requests [0, requests); csa_layer's decode requests follow */
-    int64_t
-        regions;    /* most regions any row of the step may see, csa_layer's decode rows included; at least 1 */
-    int32_t groups; /* KV groups, 1 to 8; 0: 1 */
-    int32_t topk;   /* 0: 512 */
+    int64_t requests; /* for csa_layer: the tokens belong to requests [0, requests), decode requests follow */
+    int64_t regions;  /* most any row of the step may see, csa_layer's decode rows included; at least 1 */
+    int32_t groups;   /* KV groups, 1 to 8; 0: 1 */
+    int32_t topk;     /* 0: 512 */
     bool invariant; /* the same bits as decode; false: as fast as possible within section 4's and 6's bounds */
 } csa_plan_args;
 

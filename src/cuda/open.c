@@ -37,7 +37,7 @@ static void open_module(void)
     if (!library)
         library = dlopen(FILE_NAME, RTLD_NOW | RTLD_LOCAL);
     if (!library) {
-        snprintf(reason, sizeof reason, "%s", dlerror());
+        snprintf(reason, sizeof reason, "%s (not built or not installed: docs/KERNELS.md)", dlerror());
         return;
     }
     void *symbol = dlsym(library, CSA_CUDA_ENTRY);
