@@ -100,6 +100,7 @@ wrong_line '--context' '--context needs a value'
 wrong_line '--kv fp16' '--kv takes bf16 or e4m3'
 wrong_line '--context 300 --query-len 301' 'a step of 301 tokens'
 wrong_line '--block-size 48' '--block-size takes'
+wrong_line '--index-heads 15' '--index-heads takes'
 wrong_line '--threads 2' "unknown argument '--threads'"
 wrong_line 'decode' "unknown argument 'decode'"
 wrong_line '--help' 'belongs to the command line'
@@ -126,12 +127,19 @@ for wrong in '' 'decode prefill' 'fly' 'decode --rows 3' 'decode --json --csv' '
     # shellcheck disable=SC2086
     expect 2 bench $wrong
 done
-expect 3 bench decode --index-heads 9
+expect 2 bench decode --index-heads 9
+says '--index-heads takes 1 to 8 or 16, not 9'
+for what in prepare layer all; do
+    expect 2 bench $what --context 100 --index-heads 8 --no-limits
+    says "--index-heads takes 2 or 4 for $what, not 8"
+done
+expect 2 bench decode --backend ref --tier avx2
+says '--tier is for'
 expect 3 bench decode --backend cuda
 says 'cuda'
 for wrong in --dense --scaling --verify; do
     expect 2 bench decode --backend cuda $wrong
     says 'are for back ends of the host'
 done
-expect 3 bench decode --tier none
-expect 3 bench prepare --context 100 --index-heads 8 --no-limits
+expect 3 bench decode --tier sm90
+says 'back end cpu: tier sm90 is unknown'

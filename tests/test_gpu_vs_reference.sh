@@ -107,6 +107,12 @@ if grep -q farthest "$work/out"; then die "prefill has a floor"; fi
 run 1 --csa "$work/csa" --kit "$work/kit" --phases axes --budget 0
 says 'not run: batch 256, context 131072, 1 groups of 16 heads, topk 512, bf16, 1 tokens: csa'
 run 2 --phases nothing
+run 2 --recorded "$work/none" "$work/reference.json"
+says "$work/none: No such file"
+run 2 --recorded "$script" "$work/reference.json"
+says 'not JSON'
+run 2 --recorded "$work/reference.json" "$work/ours.json"
+says 'are not what --recorded takes'
 run 2 --kit "$work/nowhere"
 printf '#!/bin/sh\necho "csa bench: no GPU" >&2\nexit 3\n' >"$work/csa"
 run 3 --csa "$work/csa" --kit "$work/kit"

@@ -117,6 +117,7 @@ says 'examples:'
 expect 2 replay
 expect 2 replay "${all[@]}" --write "$work/none"
 expect 2 replay "${all[0]}" --backend gpu
+expect 2 replay "${all[0]}" --backend ref --tier plain
 expect 2 replay "${all[0]}" --bench 0
 expect 2 replay "${all[0]}" --threads
 expect 0 --help

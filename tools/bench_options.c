@@ -24,7 +24,7 @@ static const char help[] =
     "  --batch N          requests (1)\n"
     "  --groups N         KV groups, 1 to 8 (1)\n"
     "  --heads N          query heads per group, 1 to 16 (16)\n"
-    "  --index-heads N    index heads per group, 1 to 8 or 16 (4)\n"
+    "  --index-heads N    index heads per group, 1 to 8 or 16; prepare, layer and all: 2 or 4 (4)\n"
     "  --query-len N      tokens per request of a decode step, drafts included (1)\n"
     "  --rows N           tokens per request of a prefill step (prefill: 2048; otherwise a decode step)\n"
     "  --topk N           historical regions a row attends to, 1 to 1024 (512)\n"
@@ -39,7 +39,7 @@ static const char help[] =
     "  --samples N        samples at least (30)\n"
     "  --no-limits        do not measure the machine\n"
     "  --backend B        ref, cpu, cuda or default (default)\n"
-    "  --tier T           instruction sets of the cpu back end, kernels of the cuda back end: see `csa info`\n"
+    "  --tier T           instruction sets of the cpu back end, kernels of the cuda back end: see `csa info` (the best)\n"
     "  --threads N        threads (as many as OpenMP would use)\n"
     "  --json, --csv      for programs\n"
     "\n"
@@ -96,6 +96,18 @@ unsigned bench_items_of(const bench_options *o, const bench_shape *shape)
 
 /* ---- Arguments ---------------------------------------------------------------------------------- */
 
+/* What csa_prepare and csa_score take, in the option's words. */
+static int check_index_heads(const bench_options *o, const bench_shape *s, const char *where)
+{
+    int64_t heads = s->model.index_heads;
+    bool prepared = bench_items_of(o, s) & (1U << BENCH_PREPARE | 1U << BENCH_LAYER);
+    if (prepared && heads != 2 && heads != 4)
+        return tool_fail(TOOL_USAGE, where, "--index-heads takes 2 or 4 for %s, not %" PRId64, o->what, heads);
+    if (heads > 8 && heads != 16)
+        return tool_fail(TOOL_USAGE, where, "--index-heads takes 1 to 8 or 16, not %" PRId64, heads);
+    return TOOL_OK;
+}
+
 /* Where a shape stands ("bench" or "bench: FILE:LINE") begins the message. */
 static int check_shape(const bench_options *o, const bench_shape *s, const char *where)
 {
@@ -110,7 +122,7 @@ static int check_shape(const bench_options *o, const bench_shape *s, const char 
         return tool_fail(TOOL_USAGE, where, "--rows is for prefill steps; decode takes --query-len");
     if (cost_mul(m->batch, (m->context - 1) / block + 1) > INT32_MAX)
         return tool_fail(TOOL_USAGE, where, "more blocks than a block table can number");
-    return TOOL_OK;
+    return check_index_heads(o, s, where);
 }
 
 /* Defaults that depend on others, then the check. */
@@ -260,6 +272,8 @@ bool bench_parse(int argc, char **argv, bench_options *o, bench_shapes *shapes, 
         *code = tool_fail(TOOL_USAGE, "bench", "give either --json or --csv");
     else if (o->scaling && o->threads == 1)
         *code = tool_fail(TOOL_USAGE, "bench", "--scaling compares one thread with more");
+    else if (o->backend == CSA_BACKEND_REF && o->tier)
+        *code = tool_fail(TOOL_USAGE, "bench", "--tier is for the cpu and cuda back ends");
     else if (o->backend == CSA_BACKEND_CUDA && (o->dense || o->scaling || o->verify))
         *code = tool_fail(TOOL_USAGE, "bench", "--dense, --scaling and --verify are for back ends of the host");
     else

@@ -20,7 +20,7 @@ static const char help[] =
     "judged by the tool's own arithmetic, so that for these a case needs no recorded output.\n"
     "\n"
     "  --backend NAME  ref, cpu, cuda or default\n"
-    "  --tier T        instruction sets of the cpu back end, as `csa info` lists them (the best)\n"
+    "  --tier T        instruction sets of the cpu back end, kernels of the cuda back end: see `csa info` (the best)\n"
     "  --threads N     pieces a call is cut into\n"
     "  --case GLOB     only cases whose name matches; * matches / too\n"
     "  --write OUT     write the inputs with what was computed as a capture (one FILE)\n"
@@ -238,6 +238,8 @@ int tool_replay(int argc, char **argv)
         return code;
     if (s.files.count == 0 || (s.out != NULL && s.files.count > 1))
         return tool_fail(TOOL_USAGE, "replay", s.files.count == 0 ? "which FILE?" : "--write takes one FILE");
+    if (s.backend == CSA_BACKEND_REF && s.tier)
+        return tool_fail(TOOL_USAGE, "replay", "--tier is for the cpu and cuda back ends");
     replay run = {.bench = s.bench, .write = s.out != NULL};
     run.options = (csa_context_options){
         .size = sizeof run.options, .backend = s.backend, .threads = (int32_t)s.threads, .tier = s.tier};
