@@ -208,7 +208,8 @@ static void check_tier(csa_checker *c, const csa_context_options *o)
     if (o->backend == CSA_BACKEND_REF)
         csa_refuse(c, CSA_ERROR_ARGUMENT, "tier is %.32s, but ref has no tiers", o->tier);
     if (o->backend == CSA_BACKEND_CPU && !csa_find_cpu_tier(o->tier))
-        csa_refuse(c, CSA_ERROR_UNSUPPORTED, "back end cpu: tier %.32s is unknown or does not run here, tiers: %s", o->tier,
+        csa_refuse(c, CSA_ERROR_UNSUPPORTED,
+                   "back end cpu: tier %.32s is unknown or does not run here, tiers: %s", o->tier,
                    csa_cpu_tier_names());
 }
 

@@ -39,7 +39,7 @@ static const char help[] =
     "  --samples N        samples at least (30)\n"
     "  --no-limits        do not measure the machine\n"
     "  --backend B        ref, cpu, cuda or default (default)\n"
-    "  --tier T           instruction sets of the cpu back end, kernels of the cuda back end: see `csa info` (the best)\n"
+    "  --tier T           instruction sets of cpu, kernels of cuda, as `csa info` lists them (the best)\n"
     "  --threads N        threads (as many as OpenMP would use)\n"
     "  --json, --csv      for programs\n"
     "\n"

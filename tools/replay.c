@@ -20,7 +20,7 @@ static const char help[] =
     "judged by the tool's own arithmetic, so that for these a case needs no recorded output.\n"
     "\n"
     "  --backend NAME  ref, cpu, cuda or default\n"
-    "  --tier T        instruction sets of the cpu back end, kernels of the cuda back end: see `csa info` (the best)\n"
+    "  --tier T        instruction sets of cpu, kernels of cuda, as `csa info` lists them (the best)\n"
     "  --threads N     pieces a call is cut into\n"
     "  --case GLOB     only cases whose name matches; * matches / too\n"
     "  --write OUT     write the inputs with what was computed as a capture (one FILE)\n"

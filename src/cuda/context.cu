@@ -175,9 +175,10 @@ static csa_status open_context(csa_context *context, int32_t device, const char 
                              p.name, p.major, p.minor, LEAST_MAJOR);
     const char *best = best_tier(&p);
     if (tier && strcmp(tier, best) != 0 && strcmp(tier, "portable") != 0)
-        return csa_cuda_fail(CSA_ERROR_UNSUPPORTED,
-                             "csa_context_create: back end cuda: tier %.32s is unknown or does not run on device %d, tiers: %s", tier, (int)device,
-                             strcmp(best, "portable") ? "sm90, portable" : best);
+        return csa_cuda_fail(
+            CSA_ERROR_UNSUPPORTED,
+            "csa_context_create: back end cuda: tier %.32s is unknown or does not run on device %d, tiers: %s",
+            tier, (int)device, strcmp(best, "portable") ? "sm90, portable" : best);
     context->stages = &stages;
     context->device = device;
     context->multiprocessors = p.multiProcessorCount;
